@@ -1,4 +1,4 @@
-"""Finds what in a model's config.json prevents exact training, and how many positions the model has."""
+"""Finds what in a model's config.json prevents exact training."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -8,7 +8,7 @@ PROVEN = (
     *("llama", "qwen2", "qwen3", "qwen3_moe"),
     *("qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl", "qwen3_vl_text"),
 )
-"""The tests compare packed rows of these types with transformers."""
+"""Tests compare packed rows of these types with transformers."""
 SEEING = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3")
 """Images of these types are trained."""
 MUTUAL = ("gemma3",)
@@ -18,7 +18,7 @@ LAYER_TYPES = (
     *("linear_attention", "conv", "mamba", "mamba2", "hybrid", "recurrent"),
     *("mlp", "moe"),
 )
-"""The learner keeps documents apart in attention and in layers that keep a state."""
+"""The learner keeps documents apart in these."""
 QUANTISED = ("quantization_config", "compression_config")
 LAYER_KEYS = ("layer_types", "layers_block_type", "block_types")
 ROPES = ("default", "linear", "llama3", "mrope", "proportional", "yarn")
@@ -36,13 +36,13 @@ ROPE_KEYS = ("rope_parameters", "rope_scaling")
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the language model's config, which multimodal models nest."""
+    """Multimodal models nest the language model's config."""
     nested = config.get("text_config")
     return nested if isinstance(nested, Mapping) else config
 
 
 def trains_text_alone(config: Mapping[str, Any], wanted: bool = False) -> bool:
-    """Whether only a multimodal model's text model is trained. `wanted`: `model.text_alone`."""
+    """Whether only the text model is trained. `wanted`: `model.text_alone`."""
     seen = config.get("vision_config") is not None  # early files of Qwen2-VL nest their tower alone
     return (seen or text_config(config) is not config) and (wanted or config.get("model_type") not in SEEING)
 
@@ -52,12 +52,11 @@ def reads_images(config: Mapping[str, Any], text_alone: bool = False) -> bool:
 
 
 def is_proven(config: Mapping[str, Any]) -> bool:
-    """Whether tests cover the type, so that no trial is needed."""
+    """Whether tests cover models of this type."""
     return config.get("model_type") in PROVEN and not any(unsupported(config))
 
 
 def unsupported(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield why the learner would not train the model exactly."""
     text = text_config(config)
     if wrong := list(malformed(text)):
         yield from wrong

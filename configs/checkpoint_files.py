@@ -23,8 +23,6 @@ REPLACED, DAMAGED = ".old", ".damaged"
 
 
 class Listed(NamedTuple):
-    """Files of a checkpoint by their paths."""
-
     sizes: Mapping[str, int]
     sums: Mapping[str, int]
     """Empty for an earlier release."""
@@ -101,12 +99,12 @@ def damage(checkpoint: Path, names: Iterable[str] | None = None) -> str | None:
 
 
 def complete(folder: Path) -> list[int]:
-    """Versions, oldest first."""
+    """Complete versions, oldest first."""
     return sorted(version for version, path in _found(folder).items() if fault(path) is None)
 
 
 def newest(folder: Path) -> int:
-    """Version of the newest complete checkpoint, or 0."""
+    """The newest complete version, or 0."""
     for version, path in sorted(_found(folder).items(), reverse=True):
         if (why := fault(path)) is None:
             return version
@@ -115,6 +113,6 @@ def newest(folder: Path) -> int:
 
 
 def _found(folder: Path) -> dict[int, Path]:
-    """Includes a checkpoint that was being replaced when the learner was killed."""
+    """Includes a checkpoint that was being replaced."""
     replaced = {int(path.stem[1:]): path for path in folder.glob(f"v*{REPLACED}") if path.stem[1:].isdigit()}
     return replaced | {int(path.name[1:]): path for path in folder.glob("v*") if path.name[1:].isdigit()}

@@ -1,6 +1,6 @@
 """Refuses a run file whose keys contradict each other or the machine, before any process starts.
 
-Other packages judge only what needs torch, a GPU, the model or vLLM.
+Other packages judge what needs torch, a GPU or vLLM.
 """
 
 import ast
@@ -98,14 +98,13 @@ SPREAD = ("enable_expert_parallel", "enable_eplb")
 NEVER_REPLAYED = ("decode_context_parallel_size", "prefill_context_parallel_size")
 
 QUANTIZATIONS = ("fp8", "fp8_per_tensor")
-"""vLLM computes these anew for each policy that it loads."""
+"""vLLM computes these anew for each policy."""
 
 
 def check(
     config: Config, *, problems: int | None = None, files: Collection[str] = FILES, further: Iterable[str] = ()
 ) -> None:
-    """Raise ConfigError with every contradiction. `problems`: rows of data.train. `files`: keys whose files must be
-    here."""
+    """Raise ConfigError with every contradiction. `problems`: rows of data.train."""
     refuse_sft(config)
     refuse_paths(config)
     found = [
@@ -129,7 +128,7 @@ def refuse_sft(config: Config) -> None:
 
 
 def refuse_paths(config: Config) -> None:
-    """Raise ConfigError for paths that the system cannot look at, so that later rules get an answer."""
+    """Raise ConfigError for paths that the system cannot look at: later rules need an answer."""
     lines = [f"{key}: {line}" for key, path in _paths(config) if path and (line := _unusable(path))]
     if lines := lines or [*_no_folder(config)]:
         raise ConfigError(lines)
@@ -202,7 +201,7 @@ def cluster_of(config: Config) -> str:
 
 
 def starts_ray(config: Config) -> bool:
-    """Whether the launcher starts a Ray on this machine."""
+    """Whether the launcher starts a Ray here."""
     return _address(config) == OWN_RAY
 
 
@@ -216,7 +215,7 @@ def _address(config: Config) -> str:
 
 
 def own_hosts(config: Config) -> list[str]:
-    """Hosts of the run's own processes, never reached through a proxy."""
+    """Hosts of own processes, never reached through a proxy."""
     given = [config.buffer.host or "", config.weights.host, config.rollout.chat.host]
     given += [config.reward.host] if config.reward.servers else []
     given += [config.teacher.host] if config.teacher.served else []
@@ -233,7 +232,7 @@ def max_sample_tokens(config: Config) -> int:
 
 
 def max_group_bytes(config: Config) -> int:
-    """Bytes of the largest possible group, as stored and sent."""
+    """The largest possible group, as stored and sent."""
     routes = model_facts(config.model.path).route_bytes if config.rollout.routing_replay else 0
     taught = TEACHER_BYTES + TOP_BYTES * (config.teacher.top_k or 0) if config.teacher.teachers else 0
     return config.batch.samples * _stored_tokens(config) * (TOKEN_BYTES + routes + taught)
@@ -244,7 +243,7 @@ def _stored_tokens(config: Config) -> int:
 
 
 def max_episode_tokens(config: Config) -> int:
-    """Tokens of the longest episode of a task that sends messages."""
+    """The longest episode of a task that sends messages."""
     return config.rollout.chat.max_tokens or 4 * max_sample_tokens(config)
 
 

@@ -31,7 +31,7 @@ def contradictions(config: Config) -> Iterator[str]:
 
 
 def why_not(queries: int, keys: int, size: int) -> str:
-    """Why `size` ranks cannot share so many heads; "" if they can."""
+    """Why `size` ranks cannot share the heads; "" if they can."""
     if queries % size:
         return f"{size} does not divide the {queries} attention heads"
     if keys % size and size % keys:

@@ -1,4 +1,4 @@
-"""What a run file with a critic must satisfy, and what a critic costs."""
+"""What a run file with a critic must satisfy, and its cost."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""The outermost frame of all processes: log format, command-line flags, signals, children, exit codes.
+"""The outermost frame of all processes: log format, flags, signals, children, exit codes.
 
 Exit codes: 0 done or drained, 1 failed, 2 input refused before anything was started, 3 the data ended before
 `run.versions`, 4 the learner of a run that was given up, whose last checkpoint could not be written, or whose steps
@@ -35,13 +35,13 @@ ENDINGS = {"versions": DONE, "data": DATA_ENDED, "failed": GIVEN_UP}
 PROCESS_NAME = re.compile(r"[A-Za-z0-9._-]+")
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 PARENT = "HEADRACE_PARENT"
-"""Id of the process that started this one, which must not survive it."""
+"""Id of the process that started this one and that it must not survive."""
 PROGRESS = "HEADRACE_PROGRESS"
-"""File that a kept process makes at its first progress."""
+"""A kept process makes this file at its first progress."""
 NOTICE = "HEADRACE_NOTICE"
-"""File in which its keeper says how many seconds a drain may take."""
+"""In this file its keeper says how many seconds a drain may take."""
 ABOVE = "HEADRACE_ABOVE"
-"""Set if a process above sends the signals, and forces with FORCING."""
+"""A process above sends the signals, and forces with FORCING."""
 FORCING = signal.SIGQUIT
 TIE = f"{PIN}; from {__name__} import die_with_parent, tie_children; die_with_parent(); tie_children()"
 
@@ -96,11 +96,11 @@ def split_flags(argv: Sequence[str], prog: str, **flags: dict[str, Any]) -> tupl
 
 
 class StopSignals:
-    """SIGINT and SIGTERM inside a `with`: the first calls `drain(number)`, each later one `force(number)`.
+    """The first SIGINT or SIGTERM inside a `with` calls `drain(number)`, each later one `force(number)`.
 
-    Without an event loop, handlers run between two bytecodes, where they must not print. A process below another one
-    gets a scheduler's SIGTERM twice, directly and forwarded: it counts both as one. With `last` the process waits until
-    its keeper leaves a notice, because others need it to the end.
+    Without an event loop, handlers run between two bytecodes, where they must not print. A scheduler's SIGTERM reaches
+    a process below another one twice, directly and forwarded: both count as one. With `last` the process waits for its
+    keeper's notice, because others need it to the end.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class StopSignals:
 
 @contextlib.contextmanager
 def blocked(*numbers: int) -> Iterator[None]:
-    """Block signals in this thread, and for life in each process that it starts inside."""
+    """Block signals here, and for life in each process that starts inside."""
     resource_tracker.ensure_running()  # multiprocessing would start it later, and then unblock signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
@@ -156,7 +156,7 @@ def blocked(*numbers: int) -> Iterator[None]:
 
 
 async def unless(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
-    """Return the result of `work`; None once `stop` is set, which cancels it."""
+    """Await `work`; None once `stop` is set, which cancels it."""
     task, stopping = asyncio.ensure_future(work), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({task, stopping}, return_when="FIRST_COMPLETED")
@@ -168,24 +168,24 @@ async def unless(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
 
 
 def end_at_once(number: int) -> NoReturn:
-    """Wait for no thread, collective or engine, which may never end."""
+    """Threads, collectives and engines may never end."""
     os._exit(128 + number)
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends, if PARENT is set."""
+    """Have the kernel kill this process when the thread that started it ends."""
     parent, os.environ[PARENT] = os.environ.get(PARENT), str(os.getpid())
     if parent is None or sys.platform != "linux":
         return
     end_with_parent()
-    if (now := os.getppid()) != int(parent):  # it died before, or never was our parent
+    if (now := os.getppid()) != int(parent):  # it ended before, or never was our parent
         words = f"{PARENT}: {parent} has ended or is not the parent of {os.getpid()}, {now} is; unset it\n"
         os.write(2, words.encode())
         os._exit(FAILED)
 
 
 def tie_children() -> None:
-    """Have each process that multiprocessing starts below this one, vLLM's too, die with its own parent.
+    """Have each process that multiprocessing starts below this one, vLLM's too, die with its parent.
 
     A spawned process gets the call in its command line: when it imports Headrace, its parent may be long dead.
     """
@@ -203,14 +203,14 @@ def tie_children() -> None:
 
 
 def tied_line(code: str) -> list[str]:
-    """Return a command line that runs `code` and dies with this process."""
+    """A command line whose process runs `code` and dies with this one."""
     flags = _args_from_interpreter_flags()
     return [sys.executable, *flags, "-c", f"{TIE}; {code}", "--multiprocessing-fork"]
 
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Import vLLM in a quarter less time, without the garbage collector."""
+    """Save a quarter of the time of vLLM's imports."""
     gc.disable()
     try:
         yield

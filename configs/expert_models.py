@@ -1,7 +1,6 @@
 """Mixtures of experts that were compared with transformers, and on which device.
 
-`configs/checks.py` refuses models by these tables, `rollout/engine/experts/` classes of vLLM. A mixture in no table is
-tried when its server starts.
+A mixture in no table is tried when its server starts.
 """
 
 from typing import NamedTuple
@@ -10,7 +9,7 @@ CPU, GPU = "cpu", "cuda"
 
 
 class ExpertModel(NamedTuple):
-    """By the name in config.json (of the text model) and vLLM's class."""
+    """A type: its name in config.json (of the text model) and vLLM's class."""
 
     kind: str
     architecture: str

@@ -1,4 +1,4 @@
-"""The arithmetic of a run in words; `note:` lines say what makes it slow or odd."""
+"""The arithmetic of a run; `note:` lines say what makes it slow or odd."""
 
 from collections.abc import Iterator
 from math import ceil, log10
@@ -237,7 +237,7 @@ def _each(config: Config) -> int:
 
 
 def _last_export(config: Config) -> int:
-    """It may be written to a checkpoint that is complete."""
+    """A complete checkpoint may get it."""
     return checkpoint_bytes(1, config.model, True) - checkpoint_bytes(1, config.model, False)
 
 

@@ -100,7 +100,6 @@ class Key(NamedTuple):
 
 
 def _docstring(section: str, field: str) -> str:
-    """The field may be one of a base class."""
     classes = getattr(sections_of_config, section).__mro__
     return next(texts[field] for each in classes if field in (texts := _docstrings().get(each.__name__, {})))
 
@@ -167,7 +166,7 @@ def sections() -> tuple[str, ...]:
 
 
 def show(value: Any) -> str:
-    """`value` as YAML on one line, cut when long."""
+    """YAML on one line, cut when long."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -180,7 +179,7 @@ def suggest(wrong: str) -> str:
     here = [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == section]
     if near := difflib.get_close_matches(leaf, here, 1, 0.6):
         return f"did you mean {above}.{near[0]}?"
-    if leaf in ELSEWHERE:  # also where a section that nobody named has such a key
+    if leaf in ELSEWHERE:  # also where an unnamed section has such a key
         return f"did you mean {ELSEWHERE[leaf]}?"
     if same := [name for name in names if name.endswith(f".{leaf}") and NAME not in name]:
         return f"did you mean {' or '.join(difflib.get_close_matches(wrong, same, 1, 0.85) or same)}?"
@@ -213,7 +212,7 @@ def _without_groups(names: Iterable[str]) -> Iterator[str]:
 
 
 def text(width: int, only: str = "") -> str:
-    """Return what `--keys` prints. Raises ValueError for a section that is none."""
+    """What `--keys` prints. Raises ValueError for an unknown section."""
     if only and only not in sections():
         raise ValueError(f"{only}: no section of the run file; the sections are {', '.join(sections())}")
     lines = []
@@ -229,7 +228,7 @@ def text(width: int, only: str = "") -> str:
 
 
 def _wrap(words: str, width: int, indent: str) -> list[str]:
-    """A word is never broken, so that a search finds every key."""
+    """No word is broken, so that a search finds every key."""
     return textwrap.TextWrapper(width, indent, "      ", break_long_words=False, break_on_hyphens=False).wrap(words)
 
 

@@ -1,4 +1,4 @@
-"""Limits and headers of the HTTP servers: a rollout server's door and the live page."""
+"""Limits and headers of the HTTP servers."""
 
 import asyncio
 import resource
@@ -76,8 +76,8 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
 
 
 def only_for(host: str, others: Collection[str] = ()) -> Any:
-    """Refuse requests that another site's page sends. On loopback, also refuse other names than this machine's or
-    `others`: a site may have made its name mean this machine."""
+    """Refuse requests of another site's page. On loopback, also refuse names other than this machine's or `others`: a
+    site may have made its name mean this machine."""
     allowed = {other.lower() for other in others}
 
     @web.middleware
@@ -94,7 +94,7 @@ def only_for(host: str, others: Collection[str] = ()) -> Any:
 
 
 def name_of(url: str) -> str:
-    """The host in lower case, without port and brackets; "" if none."""
+    """The host in lower case, without port and brackets."""
     try:
         return urlsplit(url).hostname or ""
     except ValueError:

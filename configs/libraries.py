@@ -26,13 +26,12 @@ TRIAL_S, GROUP_S = 180.0, 30
 
 
 def refuse(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError if the libraries fail. In a launched process, the launcher has tried them."""
+    """Raise ConfigError if the libraries fail, except in a launched process: its launcher has tried them."""
     if ABOVE not in environment and (lines := list(unusable(environment))):
         raise ConfigError(lines)
 
 
 def unusable(environment: Mapping[str, str] = os.environ) -> Iterator[str]:
-    """Yield a line if the libraries fail with the variables in `environment`."""
     if not (given := given_to_libraries(environment)):
         return
     line, env, none = command("configs.libraries"), dict(environment), subprocess.DEVNULL
@@ -60,7 +59,7 @@ def use_all(modules: Sequence[str] = MODULES, environment: Mapping[str, str] = o
             gloo_here()
             signal.alarm(GROUP_S)  # ends this process if C++ never returns
             distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    except Exception as error:  # a library may raise anything; without such a variable it is a broken one
+    except Exception as error:  # a library may raise anything
         if not (given := given_to_libraries(environment)):
             raise
         trace = "".join(traceback.format_exception(error))

@@ -1,4 +1,4 @@
-"""Reads the run file: YAML files and `--section.key=value` overrides become one Config, or a ConfigError.
+"""Reads the run file: YAML files and `--section.key=value` overrides become one Config.
 
 OmegaConf reads the files (so `1e-6` is a number) and resolves `${section.key}`, pydantic validates.
 """
@@ -48,7 +48,7 @@ CHECKED = "# crc32c {:08x} of the lines above; if you edit them, remove this lin
 
 
 class ConfigError(ValueError):
-    """The run file is wrong, for one reason a line."""
+    """One reason a line."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(dict.fromkeys(problems))  # two checks may find the same
@@ -56,7 +56,7 @@ class ConfigError(ValueError):
 
 
 class MergedTree:
-    """Files and overrides merged, and where each leaf is written (`run.yaml:12`)."""
+    """Files and overrides, and where each leaf is written (`run.yaml:12`)."""
 
     def __init__(self) -> None:
         self.tree: dict[str, Any] = {}
@@ -128,7 +128,7 @@ def parse(text: str) -> Config:
 
 
 def dump(config: Config) -> str:
-    """Return the text of `config.yaml`, with `${oc.env:KEY}` for values from variables."""
+    """Text of `config.yaml`, with `${oc.env:KEY}` for values from variables."""
     return OmegaConf.to_yaml(OmegaConf.create(written(config, _literal)))
 
 
@@ -164,7 +164,7 @@ def text_width() -> int:
 
 
 def write(config: Config, path: Path) -> None:
-    """Write YAML, atomically, that `load` reads back to an equal Config."""
+    """Write YAML, atomically, that `load` reads back."""
     run_folder(path.parent)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with open(draft, "w", encoding="utf-8", opener=open_private) as file:

@@ -1,4 +1,4 @@
-"""Summarises floods in a process's log, so that peers or users' code cannot fill the disk."""
+"""Summarises floods in a log: peers or users' code must not fill the disk."""
 
 import logging
 import time

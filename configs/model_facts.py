@@ -1,4 +1,4 @@
-"""Facts of a model read from its folder. Nothing is known of a hub name."""
+"""Facts of a model's folder. Nothing is known of a hub name."""
 
 import json
 import re
@@ -30,9 +30,9 @@ TEXT_PARTS = re.compile(
 )
 """Names of the text model's weights in multimodal models."""
 UNREAD = "mtp."
-"""Weights of Qwen3.5 that predict further tokens; transformers leaves them out."""
+"""transformers leaves out these weights of Qwen3.5."""
 LINEAR = re.compile(r"\.layers\.\d+\.(?!.*\.experts\.|mlp\.gate\.)(?:.*\.)?(\w+)\.weight$")
-"""A block's weight and the last word of its layer's name, without routers and experts."""
+"""A block's weight, without routers and experts, and the last word of its layer's name."""
 BYTES = {"bfloat16": 2, "float32": 4}
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 SPARE_BYTES = 64 << 20
@@ -55,7 +55,7 @@ class ModelFacts:
     """The experts chosen for one token (`Sample.routes`)."""
     kv_heads: int | None = None
     kv_numbers: int | None = None
-    """Keys and values of one token in all layers; None if not every layer attends to the whole sequence."""
+    """Keys and values of one token; None if not every layer attends to the whole sequence."""
     unsupported: tuple[str, ...] = ()
     head_size: int | None = None
     vocabulary: int | None = None
@@ -86,13 +86,12 @@ class ModelFacts:
         return BYTES[model.dtype] * (2 * saved - frozen * (not model.lora))
 
     def state_bytes(self, model: ModelConfig) -> int:
-        """Weight, gradient and two moments in float32 of what is trained; the rest in `model.dtype`, or in float32
-        without an adapter."""
+        """Weight, gradient and two moments in float32 where trained; elsewhere the weight alone."""
         frozen = (self.parameters or 0) * BYTES[model.dtype] if model.lora else -12 * self.idle
         return 16 * (self.saved_parameters(model) or 0) + frozen
 
     def optimizer_bytes(self, model: ModelConfig) -> int:
-        """Weight and two moments in float32, in host memory."""
+        """Weight and two moments in float32."""
         return 12 * ((self.saved_parameters(model) or 0) - self.idle)
 
 
@@ -149,7 +148,7 @@ def model_facts(path: str, text_alone: bool = False) -> ModelFacts:
 
 
 def facts_of(model: ModelConfig) -> ModelFacts:
-    """Facts of the model as it is trained, with images or on text alone."""
+    """The model as it is trained, with images or on text alone."""
     return model_facts(model.path, model.text_alone)
 
 
@@ -179,7 +178,7 @@ def num_experts(config: Mapping[str, Any]) -> int:
 
 
 def expert_layers(config: Mapping[str, Any]) -> list[int]:
-    """Indices of layers with experts, of a text config in the words of Qwen's."""
+    """Layers with experts, of a text config in Qwen's words."""
     dense, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
     layers = range(config.get("num_hidden_layers") or 0)
     return [layer for layer in layers if layer not in dense and (layer + 1) % step == 0]

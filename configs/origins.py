@@ -1,7 +1,7 @@
 """Keeps credentials and values from environment variables out of what a run writes.
 
-Each process resolves `${oc.env:KEY}` at its start, so a rotated key needs no change of the run. A credential in plain
-text is recognised by its key, stands in `config.yaml` only, and is MASK elsewhere.
+Each process resolves `${oc.env:KEY}` at its start, so a rotated key needs no change. A credential in plain text is
+recognised by its key, stands in `config.yaml` only, and is MASK elsewhere.
 """
 
 import hashlib
@@ -116,7 +116,7 @@ def _named_variables(config: Config) -> Iterator[str]:
 
 
 def variables(config: Config) -> list[str]:
-    """Environment variables that the run file names, which every process needs."""
+    """Environment variables that the run file names."""
     named = (name for origin in config._origins.values() for name in origin.variables)
     return list(dict.fromkeys([*named, *_named_variables(config)]))
 
@@ -148,8 +148,8 @@ def shared(config: Config) -> str:
 
 
 def recorded(config: Config, exclude_defaults: bool = False) -> dict[str, Any]:
-    """All keys for ledger and fingerprint. A value from a variable that is no credential has a digest, so that another
-    value is a change."""
+    """All keys for ledger and fingerprint. Another value of a variable that is no credential is a change, by its
+    digest."""
     plain = config.model_dump(mode="json", exclude_defaults=exclude_defaults)
     tree: dict[str, Any] = masked(plain)
     for place, origin in _kept(config):

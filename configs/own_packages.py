@@ -55,7 +55,7 @@ def shadows(folders: Iterable[str | Path]) -> Iterator[Path]:
 
 
 def place_of(folder: str | Path, name: str) -> Path | None:
-    """`NAME.py`, or the folder NAME with Python files, if any."""
+    """`NAME.py`, or the folder NAME with Python files."""
     inner, file = Path(folder, name), Path(folder, f"{name}.py")
     if (inner / "__init__.py").is_file():
         return inner
@@ -65,5 +65,5 @@ def place_of(folder: str | Path, name: str) -> Path | None:
 
 
 def is_headrace(folder: str | Path) -> bool:
-    """Whether Headrace's packages, or another copy of them, are in `folder`."""
+    """Whether Headrace, or another copy of it, is in `folder`."""
     return Path(folder, "configs", Path(__file__).name).is_file()

@@ -1,6 +1,6 @@
 """prctl(2): has the kernel end a process with its parent, or hand it orphans. Only on Linux.
 
-The C library is looked up at import, because a forked process must not wait for the loader's lock.
+The C library is looked up at import: a forked process must not wait for the loader's lock.
 """
 
 import ctypes
@@ -18,7 +18,7 @@ def end_with_parent(number: int = signal.SIGKILL) -> None:
 
 
 def adopt_orphans() -> None:
-    """Become the parent of each process below this one that loses its own."""
+    """Become the parent of processes below this one that lose theirs."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 

@@ -1,7 +1,5 @@
-"""Makes text of users, policies and peers safe to show in a terminal, a log or a page.
-
-It passes through `visible` just before it leaves the process.
-"""
+"""Makes text of users, policies and peers safe to show in a terminal, a log or a page, just before it leaves the
+process."""
 
 import json
 import logging
@@ -16,11 +14,11 @@ from urllib.parse import quote
 from configs.own_packages import named_as_called
 
 UNSEEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters, except tab and line feed; escape sequences begin with one
-    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # control characters, except tab and line feed
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters, except tab and line feed
+    "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # change the direction of nearby text
     "\u2028\u2029\ufeff\ufff9-\ufffb\U000e0000-\U000e007f\U000e0100-\U000e01ef"  # line breaks, invisible marks, tags
     "\u00ad\u034f\u115f\u1160\u17b4\u17b5\u180e\u200b\u2060-\u2065\u206a-\u206f\u3164\uffa0"  # nothing to see, no join
-    "\ud800-\udfff]"  # lone surrogates, which no encoding can hold
+    "\ud800-\udfff]"  # lone surrogates
 )
 COLOUR = re.compile("\x1b\\[[0-9;:]*m")
 FURTHER = re.compile("\n(?!Traceback [(]most recent call last[)]:\n)")
@@ -53,7 +51,7 @@ def concealed() -> dict[str, str]:
 
 
 def without_credentials(text: str) -> str:
-    """Remove what `conceal` was given, and user and password in URLs."""
+    """Remove what `conceal` was given, and users and passwords in URLs."""
     for secrets in _SECRETS:
         text = secrets.sub(lambda found: _CONCEALED[found[0]], text)
     return USER_OF_URL.sub("***", text) if "://" in text else text
@@ -69,7 +67,7 @@ def visible(text: str, most: int = MOST_CHARS) -> str:
 
 
 def visible_line(text: str, most: int = MOST_CHARS) -> str:
-    """For a text that must not begin another line."""
+    """The text must not begin another line."""
     return visible(text, most).replace("\n", "\\u000a")
 
 
@@ -138,7 +136,7 @@ def colourless(text: str) -> str:
 
 
 def folded(text: str, most: int) -> str:
-    """Shorten `text` to `most` characters: a note replaces its middle."""
+    """Replace the middle by a note where `text` is longer."""
     if len(text) <= most:
         return text
     said = f" [... {len(text) - most:,} or more characters left out ...] "
@@ -147,7 +145,6 @@ def folded(text: str, most: int) -> str:
 
 
 def all_visible(data: Any, most: int = MOST_CHARS) -> Any:
-    """Make each text of a JSON value visible, keys included."""
     if isinstance(data, str):
         return visible(data, most)
     if isinstance(data, dict):
@@ -162,7 +159,7 @@ def figure(value: float, form: str) -> str:
 
 
 class PlainFormatter(logging.Formatter):
-    """Indents further lines of a record, so that none looks like another record."""
+    """Indents further lines, so that none looks like another record."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(FURTHER.sub("\n  ", super().format(record).rstrip("\n")), MOST_LOGGED)

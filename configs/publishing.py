@@ -1,4 +1,4 @@
-"""Which ranks publish what, and the memory of their copies for the servers."""
+"""Which ranks publish what, and the memory of their copies."""
 
 from collections.abc import Iterator
 
@@ -20,8 +20,8 @@ def shards_of(config: Config) -> int:
 def publishes_rows(config: Config, shards: int) -> bool:
     """Whether each rank sends its own rows; else rank 0 sends everything.
 
-    `auto` takes rows if rank 0 then saves more bytes than a server's worker needs for the groups. Files may hold
-    weights in another form, which cannot be sent by rows.
+    `auto` takes rows if rank 0 then saves more bytes than a server's worker needs. Files may hold weights in another
+    form, which cannot be sent by rows.
     """
     if not _may_publish_rows(config, shards):
         return False
@@ -56,7 +56,7 @@ def choice(config: Config, shards: int) -> str:
 
 
 def _rank_0_alone(config: Config, shards: int) -> str:
-    """Why no other rank could send; "" if they can."""
+    """Why no other rank could send."""
     weights, learner = config.weights, config.learner
     if weights.transport != "broadcast":
         return f"weights.transport is {weights.transport}, which rank 0 writes"
@@ -66,7 +66,7 @@ def _rank_0_alone(config: Config, shards: int) -> str:
 
 
 def copies_over(config: Config, shards: int, rank: int) -> int:
-    """How many ranks share the two copies; 0: `rank` holds no part."""
+    """How many ranks share the copies; 0: `rank` holds no part."""
     if config.sft.rows is not None:
         return 0
     if publishes_rows(config, shards):
@@ -75,7 +75,7 @@ def copies_over(config: Config, shards: int, rank: int) -> int:
 
 
 def copies(config: Config) -> tuple[int, str]:
-    """Bytes of the copies on a rank that holds some, and which."""
+    """Bytes of the copies on a rank that holds some, and which rank."""
     sent, shards = facts_of(config.model).sent_bytes(config.model), shards_of(config)
     if publishes_rows(config, shards):
         return -(-sent // shards), f"each of {shards} learner ranks"

@@ -72,7 +72,7 @@ class ModelConfig(Section):
     dtype: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of computation and of weights on the wire. Master weights are always float32."""
     trust_remote_code: bool = False
-    """Run the model's own Python code, which you have read."""
+    """Run the model's own Python code; read it first."""
     freeze: list[Literal["vision", "projector"]] = []
     """Parts of a vision-language model that are not trained: the tower that reads images (`vision`), or the `projector`
     behind it."""
@@ -182,12 +182,12 @@ class DataConfig(Section):
     max_prompt_tokens: Positive = 1024
     """Longest prompt in tokens, its images' included; longer ones are dropped."""
     image_dir: Path | None = None
-    """Folder that paths of images are relative to; null: the data file's."""
+    """Folder of relative paths of images; null: the data file's."""
     min_pixels: Positive | None = None
     """Fewest pixels of an image; smaller ones are enlarged. null: the image processor's value."""
     max_pixels: Positive | None = 1_048_576
     """Most pixels of an image; larger ones are made smaller. A token is 28 x 28 pixels with Qwen2.5-VL, 32 x 32 with
-    Qwen3-VL and Qwen3.5. Gemma 3 makes every image 256 tokens. null: the image processor's value, often 16,384 tokens.
+    Qwen3-VL and Qwen3.5; Gemma 3 makes 256 tokens of any image. null: the image processor's value, often 16,384 tokens.
     """
     max_images: Positive = 8
     """Most images of one sample, over all turns; a row with more is refused."""
@@ -244,7 +244,7 @@ class RewardConfig(Section):
     servers: Annotated[int, Field(ge=0)] = 0
     """Reward servers that the launcher starts, each with a copy of `reward.model`."""
     host: str = "127.0.0.1"
-    """Address of this machine on which reward servers listen."""
+    """Address at which rollout servers reach the reward servers."""
     port: Annotated[int, Field(ge=1, le=65535)] = 5700
     """Port of the first reward server; further ones follow."""
     engine: dict[str, Any] = {}
@@ -309,13 +309,13 @@ class TeacherConfig(TeacherModel):
     """On-policy distillation (docs/teachers.md)."""
 
     by_source: list[SourceTeacher] = []
-    """Teachers by `data_source`, as `{data_source: math, model: ..., servers: 1}`. Other rows have the teacher of
-    `teacher.model` or `teacher.url`, if any."""
+    """Teachers of rows with a `data_source`, as `{data_source: math, model: ..., servers: 1}`; `teacher.model` or
+    `teacher.url` has all others."""
     top_k: Annotated[int, Field(ge=1, le=64)] | None = None
-    """Learn from the teachers' so many most probable tokens: the loss gains the reverse KL of the policy to the teacher
-    over these and all others as one. null: the policy gradient of the sampled tokens."""
+    """Learn from the teachers' so many most probable tokens: the loss gains the reverse KL to the teacher over these
+    and all others as one. null: the policy gradient of the sampled tokens."""
     host: str = "127.0.0.1"
-    """Address of this machine on which teacher servers listen."""
+    """Address at which rollout servers reach the teacher servers."""
     port: Annotated[int, Field(ge=1, le=65535)] = 5800
     """Port of the first teacher server; further ones follow."""
     timeout_s: Seconds = 300.0
@@ -461,10 +461,10 @@ class LearnerConfig(Section):
     ranks: Positive = 1
     """Processes of the learner on all its nodes, one per GPU."""
     nodes: Positive = 1
-    """Machines with an equal number of ranks, each with a copy of the model (docs/several-nodes.md)."""
+    """Machines with an equal number of ranks, each with a copy of the model unless `shard` says otherwise
+    (docs/several-nodes.md)."""
     shard: Positive | None = None
-    """Ranks that share one copy of the model: part of a node for small models, several nodes for one that does not fit
-    a node; null: a node's."""
+    """Ranks that share one copy of the model, on a part of a node or on several nodes; null: a node's."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """`auto` takes the GPU if torch sees one."""
     threads: Positive | None = None
@@ -481,12 +481,11 @@ class LearnerConfig(Section):
     """Compute once what samples of a group share: prompts, and longer prefixes where that saves more (`prompts`:
     prompts alone). Results change by rounding only."""
     gather: Literal["auto", "pass", "batch"] = "auto"
-    """Gather weights and reduce gradients block by block in each pass (`pass`, the least memory), or once a batch
-    (`batch`, which keeps weights in `model.dtype` and fp32 gradients unsharded). `auto` takes `batch` on CPU, and on a
-    GPU if that takes at most a tenth of its memory more."""
+    """Gather weights and reduce gradients block by block (`pass`, the least memory), or once a batch (`batch`, which
+    keeps weights in `model.dtype` and fp32 gradients unsharded). `auto` takes `batch` on CPU, and on a GPU if that
+    takes at most a tenth of its memory more."""
     head_chunk_tokens: Positive | Literal["auto"] = "auto"
-    """Tokens whose logits the head holds at a time. `auto`: 4096 on a GPU, 1024 on a CPU or where microbatches of 8,192
-    tokens do not fit otherwise."""
+    """Tokens whose logits the head holds at a time. `auto`: 4096 on a GPU, 1024 on a CPU or for want of memory."""
     lr: Annotated[float, Field(gt=0)] = 1e-6
     """Learning rate of AdamW after warm-up."""
     schedule: Literal["constant", "linear", "cosine"] = "constant"
@@ -506,14 +505,14 @@ class LearnerConfig(Section):
     matmuls and attention (`selective`), or keep all activations (`none`). `auto` takes the fastest that fits, never
     `offload`; on CPU `block`."""
     compile: bool | Literal["auto"] = "auto"
-    """Compile each transformer block, which takes a minute at the start. `auto` compiles on GPUs if the run has 20
-    versions or more, or with `matmul: fp8`, but not with `cpu_offload: true`."""
+    """Compile each transformer block, which takes a minute. `auto` compiles on GPUs for 20 versions or more, or with
+    `matmul: fp8`, but not with `cpu_offload: true`."""
     matmul: Literal["bfloat16", "fp8"] = "bfloat16"
     """Precision of the blocks' linear layers. `fp8` rounds each row to e4m3 (docs/fp8.md); it needs compute capability
     8.9 or later (Ada, Hopper), and is compiled."""
     cpu_offload: bool | Literal["optimizer"] = False
-    """Keep in host memory master weights and optimizer state, 12 bytes a trained parameter (`optimizer`), or also
-    gradients, with the update on the processor (`true`, the least GPU memory)."""
+    """Keep in host memory master weights and optimizer state, 12 bytes a trained parameter (`optimizer`), or all
+    weights and gradients too, with the update on the processor (`true`, the least GPU memory)."""
     timeout_s: Seconds = 600.0
     """Timeout of every collective between ranks; then all ranks exit and log which one was missing."""
     checkpoint_every: Positive = 20
@@ -527,8 +526,8 @@ class LearnerConfig(Section):
     export_every: Positive | None = None
     """Versions between Hugging Face exports; null: the last version only."""
     checkpoint_on: Literal["shared", "first_node"] = "shared"
-    """Checkpoints of several `nodes` are in a `run.folder` that all share, or on the first node's disk, whole, and lost
-    with that machine (`first_node`)."""
+    """Checkpoints of several `nodes` are in a `run.folder` that all share, or whole on the first node's disk, and lost
+    with it."""
 
 
 class ChatConfig(Section):
@@ -545,8 +544,7 @@ class ChatConfig(Section):
     max_turns: Positive = 64
     """Answers of the model in one episode; then it ends as truncated."""
     max_tokens: Positive | None = None
-    """Tokens of one episode over all its segments; null: four times the longest sample (`rollout.max_sample_tokens`).
-    """
+    """Tokens of one episode over all its segments; null: four times the longest sample."""
     history: Literal["fork", "keep"] = "fork"
     """Where the chat template would write earlier turns anew, as without their thinking: begin a new segment, or `keep`
     their tokens."""
@@ -592,15 +590,14 @@ class ServerRange(Section):
 class RolloutConfig(Section):
     servers: Positive | ServerRange = 1
     """Rollout servers, one vLLM engine each. With `{min: 1, max: 8}` the run adds some while the learner waits, and
-    gives back those that wait for the learner."""
+    gives back those that wait for it."""
     tensor_parallel: Positive = 1
     """GPUs per server."""
     device: Literal["auto", "cuda", "cpu"] = "auto"
     """`auto` takes the GPU if torch sees one."""
     sequences: Literal["auto"] | Positive = "auto"
     """Samples that one server generates at a time. `auto` begins with the server's share of a batch and takes more
-    while the learner waits, as far as KV cache and CUDA graphs reach. More are faster, and older when they are trained.
-    """
+    while the learner waits, as far as KV cache and CUDA graphs reach. More are faster, and older when trained."""
     task: str = "single_turn"
     """A built-in task (`single_turn`, `agent`, `environment`) or your own, as `path/to/file.py:function`. Its
     parameters decide what it gets: `(problem, generate)` tokens, `(row, chat)` messages, `(row, base_url, api_key)` a
@@ -623,15 +620,14 @@ class RolloutConfig(Section):
     """How often an item is dispatched before it is dropped with the reason of its last failure."""
     max_failed_share: Annotated[float, Field(gt=0, le=1)] = 0.5
     """The run is given up, with exit code 1, once 100 attempts, or 3 batches of them if that is more, have failed since
-    a group was made, and they are more than this share of attempts. Failures of the infrastructure do not count; 1:
-    never."""
+    a group was made, and they are more than this share. Failures of the infrastructure do not count; 1: never."""
     heartbeat_s: Seconds = 2.0
     """Interval between heartbeats of a server; its leases end after five missed ones."""
     drain_s: Seconds = 30.0
     """Time in which a server that is to end may finish its groups."""
     routing_replay: bool = False
-    """The learner computes with the experts that servers chose for each token, on GPUs. Otherwise the two sometimes
-    choose differently, which is most of their difference."""
+    """The learner computes with the experts that servers chose, on GPUs. Otherwise they sometimes differ, which is most
+    of the mismatch."""
     engine: dict[str, Any] = {}
     """Further arguments of vLLM, e.g. `{max_model_len: 4096, gpu_memory_utilization: 0.9}`."""
 
@@ -652,12 +648,12 @@ class WeightsConfig(Section):
     NCCL cannot reach."""
     publish: Literal["auto", "gather", "rows"] = "auto"
     """Rank 0 gathers, sends, and holds two whole copies (`gather`), or each rank sends its own rows and holds its share
-    (`rows`). `auto` takes `rows` where several ranks share a Llama, Qwen2, Qwen3 or Qwen3-MoE and rank 0 saves more
-    memory than a server needs for the connections."""
+    (`rows`). `auto` takes `rows` for Llama, Qwen2, Qwen3 and Qwen3-MoE where rank 0 saves more memory than a server
+    needs for the connections."""
     staging: Literal["auto", "full", "slices", "bucket"] = "auto"
     """A server receives into a second copy of the weights while the engine generates (`full`), into a copy of what each
-    of its workers loads (`slices`), or into the weights of the paused engine (`bucket`). `auto` takes the smaller
-    possible copy, if there is memory for it."""
+    worker loads (`slices`), or into the weights of the paused engine (`bucket`). `auto` takes the smaller possible
+    copy, if there is memory for it."""
     bucket_mib: Annotated[int, Field(ge=1, le=8192)] = 1024
     """Size of the buckets in which weights travel; with `publish: rows` it is multiplied by the ranks, at most by four.
     """
@@ -666,9 +662,8 @@ class WeightsConfig(Section):
     probe_every: Annotated[int, Field(ge=0)] = 10
     """Versions between comparisons of a text's log-probabilities, server to learner; 0: checksums only."""
     probe_tolerance: Annotated[float, Field(gt=0)] | None = None
-    """Largest mean absolute difference of those, in nats; null: 0.05, or 1 with `rollout.engine.quantization` or
-    `learner.matmul: fp8`. Correct weights differ by about 0.01 in bfloat16, by 0.6 to 0.8 in FP8; wrong ones by 2.6. In
-    float32 set 1e-3."""
+    """Largest mean absolute difference of those, in nats; null: 0.05, or 1 if one end multiplies in FP8. Correct
+    weights differ by about 0.01 in bfloat16, by 0.6 to 0.8 in FP8; wrong ones by 2.6. In float32 set 1e-3."""
 
     @property
     def tolerance(self) -> float:
@@ -678,7 +673,7 @@ class WeightsConfig(Section):
 
 class BufferConfig(Section):
     address: Address = "ipc://buffer"
-    """Where the buffer listens: a Unix socket in the run's folder, or `tcp://HOST:PORT`, which is encrypted."""
+    """A Unix socket in the run's folder, or `tcp://HOST:PORT`, which is encrypted."""
 
     @property
     def host(self) -> str | None:
@@ -706,7 +701,7 @@ class ClusterConfig(Section):
     else this machine without Ray. `local`: a Ray started here, for accelerators that only Ray counts."""
     ship: Literal["auto", "always", "never"] = "auto"
     """Whether Ray copies the working directory to the nodes (at most 512 MiB, `.gitignore` is obeyed): `auto` if a node
-    does not see it; with `never` nodes have a folder of the same path."""
+    does not see it; with `never` nodes must have a folder of the same path."""
     env: list[str] = []
     """Further variables of the launcher for processes on a cluster, by name or as `MY_*`, besides `HF_* VLLM_* NCCL_*
     GLOO_* TORCH_* OMP_* WANDB_*`, PYTHONPATH and proxies."""
@@ -725,11 +720,11 @@ class EvalConfig(Section):
 
 class LogConfig(Section):
     trackers: list[Literal["tensorboard", "wandb", "swanlab"]] = []
-    """Trackers of the records in metrics.jsonl; one that fails costs a warning, never the run."""
+    """Trackers of metrics.jsonl; one that fails costs a warning, never the run."""
     servers_every_s: Seconds = 15.0
     """Seconds between two lines of metrics.jsonl about servers and buffer."""
     price_per_gpu_hour: Annotated[float, Field(ge=0)] | None = None
-    """Price of a GPU hour in any currency, for the run's cost in watch and report."""
+    """Price of a GPU hour in any currency, for the run's cost."""
     display: Literal["auto", "rich", "plain"] = "auto"
     """Display of the launcher; `auto` is rich on a terminal, else plain lines."""
 

@@ -1,4 +1,4 @@
-"""What a worker of a server needs beside vLLM for its next version."""
+"""What a server's worker needs beside vLLM for its next version."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -8,12 +8,12 @@ from configs.publishing import GROUP_BYTES, publishes_rows, shards_of
 from configs.schema import Config
 
 LARGER = 4
-"""With several ranks that send, buckets are at most so many times larger: each message costs operations of a thread
-that waits for the GIL, each bucket memory."""
+"""With several ranks that send, buckets grow at most so many times: each message costs operations of a thread that
+waits for the GIL, each bucket memory."""
 
 
 class Room(NamedTuple):
-    """Bytes for a copy of all weights, of what a worker loads, and for buckets loaded one by one."""
+    """Bytes for all weights, for what a worker loads, and for buckets loaded one by one."""
 
     full: int
     slices: int

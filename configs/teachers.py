@@ -1,4 +1,4 @@
-"""What a run file must satisfy about teachers, and about a run without a reward."""
+"""What a run file must satisfy about teachers, or without a reward."""
 
 from collections.abc import Iterator
 

@@ -1,7 +1,7 @@
 """Imports a user's file as Python would: `load_function(key, "path/to/file.py:function")`.
 
-Child processes can import the module by its name too: the file's own, or PREFIX and the quoted path if another module
-has that name (`json.py`).
+Child processes can import the module by its own name too, or by PREFIX and the quoted path if another module has that
+name (`json.py`).
 """
 
 import builtins
@@ -31,14 +31,14 @@ def is_async(function: Any) -> bool:
 
 
 def is_of_kind(function: Any, kind: Callable[[Any], bool]) -> bool:
-    """Whether `kind` holds of a function, of what a `partial` calls, or of an object's `__call__`."""
+    """Whether `kind` holds of a function, of what a `partial` calls, or of a `__call__`."""
     while isinstance(function, partial):
         function = function.func
     return any(map(kind, (function, type(function).__call__)))
 
 
 def load_function(key: str, name: str) -> Callable[..., Any]:
-    """Import the function. Raises ValueError with one line."""
+    """Import a function. Raises ValueError with one line."""
     path, _, attribute = name.rpartition(":")
     try:
         module = module_of(path)
@@ -51,7 +51,7 @@ def load_function(key: str, name: str) -> Callable[..., Any]:
 
 
 def module_of(file: str) -> ModuleType:
-    """Import the file. Its folder comes first in `sys.path`, the current folder last."""
+    """The file's folder comes first in `sys.path`, the current folder last."""
     path = Path(os.path.abspath(file))
     top, inner = package_of(path)
     name = ".".join([top.stem, *inner])
@@ -110,7 +110,7 @@ def same(known: str, top: Path) -> bool:
 
 
 def make_importable(folder: Path, top: Path, taken: bool) -> None:
-    """Put the folder's other modules before all others, in child processes too. A taken name keeps its module."""
+    """The folder's other modules come before all others, in child processes too. A taken name keeps its module."""
     if taken and str(folder) not in sys.path:
         sys.path.append(str(folder))
         sys.meta_path.insert(0, Neighbours(str(folder), top.stem))
@@ -127,7 +127,7 @@ def quoted(path: Path) -> str:
 
 
 class Neighbours(MetaPathFinder):
-    """Finds the modules of a folder before all others, except the taken name."""
+    """Finds the modules of a folder first, except the taken name."""
 
     def __init__(self, folder: str, taken: str) -> None:
         self.folder, self.taken = folder, taken
@@ -142,7 +142,7 @@ class Neighbours(MetaPathFinder):
 
 
 class QuotedPaths(MetaPathFinder):
-    """Finds files and packages by PREFIX and quoted path, also in processes that only unpickle."""
+    """Finds files and packages by PREFIX and quoted path, in processes that only unpickle too."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -163,7 +163,7 @@ class QuotedPaths(MetaPathFinder):
 class OwnNames:
     """Gives a user's files the user's modules that are named as Headrace's packages.
 
-    A submodule that the user's package lacks is Headrace's, so that `from rollout.tasks import Trajectory` works.
+    A submodule that the user's package lacks is Headrace's, as for `from rollout.tasks import Trajectory`.
     """
 
     def __init__(self) -> None:
@@ -217,7 +217,7 @@ class OwnNames:
 
 
 def is_ours(module: Mapping[str, Any]) -> bool:
-    """Whether these are the names of a module of Headrace, not of a user's under PREFIX."""
+    """Whether these are the names of a module of Headrace, not of a user's."""
     name = str(module.get("__name__"))
     if name == "__main__":  # `python -m learner`
         name = str(module.get("__package__"))

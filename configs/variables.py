@@ -20,7 +20,7 @@ PLACE = (
     *(*RANK, "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "GROUP_WORLD_SIZE", "GROUP_NAME"),
     *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "TORCHELASTIC_*", "VLLM_DP_*"),
 )
-"""Place in a job of torchrun, PyTorchJob or vLLM, of which our processes must not become members."""
+"""Place in a job of torchrun, PyTorchJob or vLLM, of which ours must not become members."""
 OTHERS_TRAINING = ("ACCELERATE_*", "FSDP_*")
 """`accelerate launch` sets these. With two, transformers zeroes all weights except on LOCAL_RANK 0."""
 READ_BY_LIBRARIES = ("TORCH*", "TRITON_*", "HF_HUB_*_TIMEOUT", "TQDM_*", "PYTHONOPTIMIZE", "PYTHONWARNINGS")
@@ -65,7 +65,7 @@ def is_others(name: str) -> bool:
 
 
 def given_to_libraries(environment: Mapping[str, str]) -> list[str]:
-    """Return the variables with which torch or transformers may fail."""
+    """With these torch or transformers may fail."""
     return [
         name
         for name, value in environment.items()
@@ -92,7 +92,7 @@ def prepare(is_rank: bool = False, environment: MutableMapping[str, str] = os.en
 
 
 def open_streams() -> None:
-    """Else the next opened files would get the numbers of closed streams."""
+    """The next opened files would get the numbers of closed streams."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -118,7 +118,7 @@ def around_proxy(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> d
 
 
 def proxy_of(url: str, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return the proxy for `url`; None for loopback and `no_proxy`."""
+    """The proxy for `url`; None for loopback and `no_proxy`."""
     at = urlsplit(url)
     host = at.hostname or ""
     names = [f"{at.scheme}_proxy", f"{at.scheme}_proxy".upper(), "all_proxy", "ALL_PROXY"]
@@ -141,7 +141,7 @@ def is_loopback(host: str) -> bool:
 
 
 def gloo_here(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Have gloo, which has no authentication, listen on loopback, not on the network."""
+    """gloo has no authentication, so it listens on loopback."""
     if LOOPBACK_INTERFACE in (name for _, name in socket.if_nameindex()):
         environment.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
 
@@ -157,7 +157,7 @@ def _is_named(host: str, port: int | None, word: str) -> bool:
 
 
 def user(environment: Mapping[str, str]) -> dict[str, str]:
-    """USER and HOME, which torch and vLLM need and a user id in containers may lack."""
+    """torch and vLLM need these, which a user id in containers may lack."""
     found = {}
     try:
         pwd.getpwuid(os.getuid())
@@ -170,7 +170,7 @@ def user(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def socket_folder(longest: int, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return a writable folder for Unix sockets, of at most `longest` bytes, if any."""
+    """Return a writable folder whose path has at most `longest` bytes."""
     for folder in (temporary(), environment.get("XDG_RUNTIME_DIR"), *SHORT):
         if folder and len(os.fsencode(folder)) <= longest and can_write(folder):
             return folder
@@ -178,7 +178,7 @@ def socket_folder(longest: int, environment: Mapping[str, str] = os.environ) -> 
 
 
 def temporary() -> str | None:
-    """Return Python's folder for temporary files, if one is writable."""
+    """Python's temporary folder; None if no folder is writable."""
     try:
         return tempfile.gettempdir()
     except FileNotFoundError:
@@ -190,7 +190,7 @@ def can_write(folder: str | Path) -> bool:
 
 
 def unwritable(file: Path) -> str:
-    """Why a command cannot write `file`; "" if it can."""
+    """Why a command cannot write `file`."""
     folder = file.absolute().parent
     if file.exists() and not file.is_file():
         return "a folder; name a file in it" if file.is_dir() else "no regular file; name another"
@@ -224,7 +224,7 @@ def private_folder(path: Path) -> None:
 
 
 def run_folder(path: Path) -> None:
-    """Users whom the umask admits may pass through the folder, not list it."""
+    """Make a folder that users whom the umask admits may enter, not list."""
     _make_folder(path, 0o711 | 0o777 & ~run_umask())
 
 
@@ -238,8 +238,7 @@ def _make_folder(path: Path, mode: int) -> None:
 
 
 def problems(environment: Mapping[str, str] = os.environ, interfaces: bool = True, own_ray: bool = False) -> list[str]:
-    """Return a line for each variable with which a run cannot work. `own_ray`: Ray is started, whose sockets have the
-    longest names."""
+    """Return a line for each unusable variable. `own_ray`: Ray is started, whose sockets have the longest names."""
     found = [*_folders(environment, own_ray), *_threads(environment), *_proxies(environment)]
     if (mask := environment.get(RUN_UMASK)) is not None and not MASK.fullmatch(mask):
         found.append(f"{RUN_UMASK}: {mask!r} is not a umask; write 077 for files that only you read, 027 for the group")
@@ -247,7 +246,6 @@ def problems(environment: Mapping[str, str] = os.environ, interfaces: bool = Tru
 
 
 def warnings(environment: Mapping[str, str], model: str) -> list[str]:
-    """Report caches that cannot be written and variables that are no longer read."""
     home = environment.get("HOME") or os.path.expanduser("~")
     caches = environment.get("XDG_CACHE_HOME") or f"{home}/.cache"
     named = {

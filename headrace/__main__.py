@@ -1,7 +1,7 @@
 """`headrace COMMAND ...`: every command of Headrace, from any folder, also from one with a package `configs` of its
 own.
 
-Imports only the standard library, because it runs by path.
+It runs by path and imports only the standard library.
 """
 
 import difflib
@@ -41,7 +41,7 @@ COMMANDS = {
     "merge": ("learner", "whole weights of a checkpoint with an adapter"),
     "sft": ("learner", "supervised fine-tuning on demonstrations, without servers"),
 }
-"""By command: its package. Packages are commands too."""
+"""The package of each. Packages are commands too."""
 
 
 def main() -> NoReturn:
@@ -64,7 +64,7 @@ def usage() -> str:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Return the exit code, unless the command ends the process itself."""
+    """Return the exit code, if the command does not end the process itself."""
     if not argv or argv[0] in ("-h", "--help"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `headrace --help | head` ends quietly
         print(usage(), file=sys.stdout if argv else sys.stderr)

@@ -1,4 +1,4 @@
-"""Writes a reward function of a notebook or a script, with all that it uses, into a file for the reward workers.
+"""Writes a reward function of a notebook, with all that it uses, into a file for the reward workers.
 
 The file's name holds a digest: a run that has begun refuses another function.
 """
@@ -49,7 +49,7 @@ def reward_file(function: Callable[..., Any], folder: Path) -> str:
 
 
 class Source:
-    """A module's text: one function and all that it uses."""
+    """A module with one function and all that it uses."""
 
     def __init__(self, function: FunctionType) -> None:
         self.function = function
@@ -90,7 +90,7 @@ class Source:
 
 
 def _file_of(function: FunctionType) -> str | None:
-    """None for a notebook's or a script's own function."""
+    """None for a notebook's own function."""
     module = sys.modules.get(function.__module__)
     file = getattr(module, "__file__", None)
     if function.__module__ == "__main__" or not file or getattr(module, function.__name__, None) is not function:
@@ -171,7 +171,7 @@ def _class_source(value: type) -> str:
 
 
 def _used(code: CodeType) -> Iterator[str]:
-    """Global names that are read before they are bound."""
+    """Global names read before they are bound."""
     own = set[str]()
     for step in dis.get_instructions(code):
         if step.opname in LOADS and not (step.opname == "LOAD_NAME" and step.argval in own):

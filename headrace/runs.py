@@ -1,7 +1,7 @@
 """Runs in a script or a notebook.
 
-The program may have packages `configs` or `buffer` of its own, so this module runs the command `headrace`. A guard ends
-the launcher with all its processes when this program dies.
+The program may have a package `configs` of its own, so this module runs the command `headrace`. A guard ends the
+launcher with all its processes when this program dies.
 """
 
 import atexit
@@ -45,7 +45,7 @@ def launch(
     """Launch a run, or go on with it; returns once it is accepted.
 
     `config` is a run file or a dict of its sections, `overrides` are further keys, `reward` replaces `reward.function`.
-    Raises HeadraceError with every problem of the run file, and NoSource for a function that reward workers cannot get.
+    Raises HeadraceError with every problem of the run file, and NoSource for a function without source.
     """
     with tempfile.TemporaryDirectory(prefix="headrace-") as folder:
         if isinstance(config, Mapping):
@@ -82,7 +82,7 @@ class Run:
         return [found[version] for version in sorted(found)]
 
     def evaluations(self) -> list[Record]:
-        """Return a dict for each evaluation, by version."""
+        """Return a dict for each, by version."""
         found = {record["eval/version"]: record for record in self._records() if "eval/version" in record}
         return [found[version] for version in sorted(found)]
 
@@ -157,7 +157,7 @@ class Run:
 
 
 class Launcher:
-    """The process `headrace launch`, and a reader of its output."""
+    """The process `headrace launch`, and its output."""
 
     def __init__(self, words: list[str], run: Path) -> None:
         self.lines = deque[str](maxlen=LINES)
@@ -174,7 +174,7 @@ class Launcher:
         atexit.register(self._stop_at_exit)
 
     def wait(self, timeout_s: float | None, show: Callable[[str], object]) -> int:
-        """Give each line to `show` once. Raises TimeoutError."""
+        """Gives each line to `show` once. Raises TimeoutError."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             with self._changed:
@@ -208,7 +208,7 @@ class Launcher:
         self.accepted.set()
 
     def _stop_at_exit(self) -> None:
-        """Otherwise the end of the program would kill the run."""
+        """Else the end of the program would kill the run."""
         print(f"headrace: stopping the run {self._name}, because the program that launched it ends; call run.wait() "
               "to let it reach its last version", file=sys.stderr, flush=True)  # fmt: skip
         self.guarded.signal(signal.SIGINT)

@@ -23,7 +23,7 @@ SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 GZIPPED = ".gz"
 TRUTHLESS = ("none", "task", "judge", "reward_model", "reasoning_gym", "regex", "length")
 READS_TRUTH = {"ground_truth", "ground_truths", "reward_input", "reward_inputs"}
-"""Arguments by which a reward function gets the ground truth."""
+"""Arguments for the ground truth."""
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
@@ -49,7 +49,7 @@ class GeneratedSet(NamedTuple):
 
 
 def parts_of(source: Source) -> list[MixedSource]:
-    """Return one part for a path or a name. Raises SourceError."""
+    """The parts of a source: one for a path or a name. Raises SourceError."""
     parts = [MixedSource(path=Path(source))] if isinstance(source, Path | str) else list(source)
     unweighted = [part for part in parts if part.weight is None]
     if unweighted and len(unweighted) < len(parts):
@@ -85,7 +85,7 @@ def generated(source: Path | str) -> GeneratedSet | None:
 
 
 def files_of(source: Path | str) -> list[Path]:
-    """Raises SourceError."""
+    """Data files of a path, folder or glob. Raises SourceError."""
     path = Path(source)
     if path.is_file():
         _require_known(path)
@@ -119,7 +119,7 @@ def _found_elsewhere(path: Path) -> str:
 
 
 def problems_with(source: Source) -> Iterator[str]:
-    """Yield why nothing can be read. No file is opened."""
+    """Yield why nothing can be read; no file is opened."""
     try:
         parts = parts_of(source)
     except SourceError as error:
@@ -136,7 +136,7 @@ def problems_with(source: Source) -> Iterator[str]:
 
 
 def shared_entries(train: Source, held_out: Source) -> Iterator[str]:
-    """Yield a line for each set of reasoning-gym that has entries in both."""
+    """Yield sets of reasoning-gym with entries in both."""
     known = [found for part in parts_of(train) if (found := generated(part.path))]
     for part in parts_of(held_out):
         theirs = generated(part.path)
@@ -159,7 +159,7 @@ def needs_truth(config: Config) -> bool:
 
 
 def count_rows(source: Source) -> int | None:
-    """Rows; None if they cannot be counted quickly."""
+    """Rows of a source; None if they cannot be counted quickly."""
     try:
         total = 0
         for part in parts_of(source):
@@ -175,7 +175,7 @@ def count_rows(source: Source) -> int | None:
 def _count(file: Path) -> int:
     opened: Callable[..., Any] = gzip.open if file.suffix == GZIPPED else open
     if kind_of(file) == ".parquet":
-        from pyarrow import parquet  # slow to import
+        from pyarrow import parquet  # slow
 
         return int(parquet.ParquetFile(file).metadata.num_rows)
     with opened(file, "rb") as data:
@@ -192,7 +192,7 @@ def _count(file: Path) -> int:
 
 
 def the_list(value: Any) -> list[Any]:
-    """The rows of a JSON file: a list, or its one list."""
+    """A JSON file is a list, or has one."""
     lists = [value] if isinstance(value, list) else []
     if isinstance(value, dict):
         lists = [inner for inner in value.values() if isinstance(inner, list)]
@@ -203,7 +203,7 @@ def the_list(value: Any) -> list[Any]:
 
 
 def kind_of(file: Path) -> str:
-    """The suffix without .gz; "" for a file that is no data."""
+    """The suffix without .gz; "" for a file of other kind."""
     packed = file.suffix == GZIPPED
     suffix = file.with_suffix("").suffix if packed else file.suffix
     return suffix if suffix in SUFFIXES and not (packed and suffix == ".parquet") else ""

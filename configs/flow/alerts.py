@@ -8,7 +8,7 @@ Rule = Callable[[float, float], bool]
 COMPARED = 20
 """The median is over so many earlier values."""
 LOOKED_BACK = 200
-"""Versions that are searched: not every version has every metric."""
+"""Not every version has every metric."""
 FRESH = "mismatch/k3_fresh"
 """k3 on tokens of age 0."""
 BUCKETS = ("1", "2-3", "4-7", "8-15", "16-31", "32-63", "64+")
@@ -22,9 +22,9 @@ BY_REWARD_ALONE = ("groups/solved_all", "groups/solved_none")
 
 
 def alerts(metrics: Mapping[str, float], history: Sequence[Mapping[str, float]], least: int = 5) -> list[str]:
-    """Return one line, with a remedy, for each sign of trouble.
+    """Return a line with a remedy for each sign of trouble.
 
-    A rule relative to `history` needs `least` versions that have the metric.
+    Rules relative to `history` need `least` versions with the metric.
     """
     lines = []
     k3 = youngest_k3(metrics)

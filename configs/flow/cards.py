@@ -1,4 +1,4 @@
-"""The GPUs that the forecast of a run knows."""
+"""The GPUs that forecasts know."""
 
 import re
 import sys
@@ -26,7 +26,7 @@ class Card:
     bandwidth: float | None
     """Bytes/s."""
     source: str = ""
-    """The vendor's page. Where it gives peaks with sparsity, half of those are dense."""
+    """The vendor's page. Half of a peak with sparsity is dense."""
 
     @property
     def free(self) -> int:
@@ -74,7 +74,7 @@ def card_named(text: str) -> Card:
 
 
 def checked_card(name: str | None, prog: str) -> Card | None:
-    """An unknown card ends the process with exit code 2."""
+    """The card of `--gpu`; an unknown one ends the process with exit code 2."""
     try:
         return None if name is None else card_named(name)
     except ConfigError as error:

@@ -1,7 +1,4 @@
-"""Plays a run in milliseconds: how many sequences run at a time, at what age and speed.
-
-Lengths and speeds are assumed.
-"""
+"""Plays a run in milliseconds: sequences at a time, age and speed, for assumed lengths and speeds."""
 
 import heapq
 import random
@@ -39,7 +36,7 @@ class Flow:
     age: float
     """In versions."""
     speed: float
-    """Versions in a unit of time that all simulations of one run share."""
+    """Versions in a unit of time that all simulations share."""
 
 
 def most_running(config: Config) -> int:

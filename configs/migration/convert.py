@@ -91,7 +91,6 @@ def report(system: str, draft: Draft) -> list[str]:
 
 
 def write_new(out: Path, text: str) -> None:
-    """Write a file that is not there yet."""
     try:
         with out.open("x", encoding="utf-8") as stream:
             stream.write(text)

@@ -57,13 +57,12 @@ class Draft:
 
 
 def rename(given: Given, draft: Draft, table: Mapping[str, str]) -> None:
-    """Set the keys of `table` (theirs: ours) that are given."""
     for theirs, ours in table.items():
         draft.set(ours, given.take(theirs))
 
 
 def list_the_rest(given: Given, draft: Draft, reasons: Mapping[str, str]) -> None:
-    """`reasons` are by key, or by the beginning of keys (`critic.`). With `=`, no counterpart is needed."""
+    """`reasons` are by key, or by the beginning of keys (`critic.`); with `=`, no counterpart is needed."""
     for key in given.left():
         reason = next((reasons[start] for start in _beginnings(key) if start in reasons), UNKNOWN)
         if reason.startswith("="):
@@ -96,14 +95,13 @@ def run_name(value: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Steps:
-    """Another system makes `updates` optimizer steps with `prompts` prompts. One of them is a version."""
+    """Another system makes `updates` optimizer steps with `prompts` prompts. Each is a version."""
 
     prompts: int
     updates: int
 
 
 def set_steps(draft: Draft, steps: Steps, samples: int, counted: str) -> None:
-    """Set batch and staleness."""
     groups = max(1, steps.prompts // steps.updates)
     draft.set("batch.groups", groups)
     draft.set("batch.samples", samples)
@@ -118,7 +116,6 @@ def set_steps(draft: Draft, steps: Steps, samples: int, counted: str) -> None:
 
 
 def set_versions(draft: Draft, steps: int | None, epochs: Any, updates: int, rows: int | None, prompts: int) -> None:
-    """By their steps, or by epochs of `rows` problems."""
     if steps and steps > 0:
         draft.set("run.versions", int(steps) * updates)
     elif epochs and rows:
@@ -153,7 +150,6 @@ def set_every(given: Given, draft: Draft, updates: int, checkpoint: str, evaluat
 
 
 def set_warmup(draft: Draft, key: str, ratio: float) -> None:
-    """Set the warm-up by its share of all versions."""
     if versions := draft.tree.get("run", {}).get("versions"):
         draft.set("learner.warmup_versions", round(ratio * versions))
     elif ratio:
@@ -193,7 +189,7 @@ def set_trackers(given: Any, draft: Draft) -> None:
 
 
 def set_sampling(given: Given, draft: Draft, prefix: str) -> None:
-    """Set the temperature, and list what changes the sampled distribution."""
+    """Set the temperature, and list what else changes the sampled distribution."""
     temperature = given.take(f"{prefix}temperature")
     if temperature is not None and temperature > 0:
         draft.set("sampling.temperature", temperature)

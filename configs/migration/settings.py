@@ -46,7 +46,6 @@ def read_settings(file: Path) -> Settings:
 
 
 def from_yaml(text: str, file: Path) -> Settings:
-    """Flatten a tree of sections to dotted keys."""
     try:
         tree = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -148,7 +147,7 @@ def number(value: Any) -> Any:
 
 
 def from_python(text: str, file: Path) -> Settings:
-    """Take literal arguments of TRL's calls from the parsed script."""
+    """Takes literal arguments from the parsed script."""
     try:
         tree = ast.parse(text)
     except SyntaxError as error:

@@ -1,4 +1,4 @@
-"""What Headrace needs of a library, symbol by symbol, and the judgement of a release by it."""
+"""What Headrace needs of a library, symbol by symbol, and the judgement of a release."""
 
 import ast
 import difflib
@@ -16,15 +16,15 @@ class Need:
     path: str
     why: str
     has: str = ""
-    """Attributes: `a|b` means either, `a?` means only where it exists."""
+    """`a|b` means either, `a?` means only where it exists."""
     calls: tuple[str, ...] = ()
     """Parameters in order, then `name=...` for those by name."""
     replaces: tuple[str, ...] = ()
-    """Methods that Headrace overrides, with all parameters; `...` stands for any others."""
+    """Overridden methods with all parameters; `...` stands for any others."""
     implements: str = ""
     """Abstract methods of a base class; `a?` means only where it exists."""
     follows: str = ""
-    """Methods whose body Headrace's own code follows."""
+    """Methods that Headrace's own code follows."""
     since: str = ""
 
     def concerns(self, source: Source) -> bool:
@@ -82,7 +82,6 @@ def differences(form: str, need: Need, found: Found, source: Source, exact: bool
 def unequal(
     name: str, parameters: Parameters, given: list[str], named: set[str], open_ended: bool, exact: bool
 ) -> Iterator[str]:
-    """Yield the first difference between parameters and a form."""
     places = list(parameters.positional)
     if places[: len(given)] != given and not (parameters.extra_positional and not places):
         yield f"has {name} with parameters {', '.join(places) or 'none'}, not {', '.join(given)}"
@@ -95,7 +94,7 @@ def unequal(
 
 
 def rewritten(needs: Iterable[Need], before: Source, after: Source) -> Iterator[str]:
-    """Yield a diff of each function that Headrace follows or replaces and that changed: somebody has to read it."""
+    """Yield a diff of each function that Headrace follows or replaces: somebody has to read it."""
     for need in needs:
         for name in dict.fromkeys([*need.follows.split(), *(form.partition("(")[0] for form in need.replaces)]):
             path = need.path if name == need.path.rpartition(".")[2] else f"{need.path}.{name}"

@@ -1,4 +1,4 @@
-"""What Headrace leans on in transformers beyond its plain interface. `make next-vllm` judges a release by it."""
+"""What Headrace leans on in transformers. `make next-vllm` judges a release by it."""
 
 from functools import cache
 

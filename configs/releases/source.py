@@ -14,8 +14,6 @@ FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Found:
-    """A definition, with the module that it stands in."""
-
     module: str
     node: Definition
 
@@ -32,7 +30,7 @@ class Parameters:
 
 
 class Source:
-    """The Python files of one release. `root` holds the package."""
+    """Python files of one release. `root` holds the package."""
 
     def __init__(self, root: Path | zipfile.Path, package: str, number: str = "") -> None:
         self.root, self.package, self.number = root, package, number
@@ -130,7 +128,7 @@ class Source:
                     waiting.append(found)
 
     def attributes(self, owner: Found) -> set[str]:
-        """Names in class bodies, and what methods set on `self`."""
+        """In class bodies, and what methods set on `self`."""
         return {name for each in self.ancestry(owner) for name in attributes_of(each.node)}
 
     def abstract_methods(self, owner: Found) -> set[str]:
@@ -155,7 +153,7 @@ class Source:
         return Parameters(tuple(fields), frozenset(fields), required, False, False)
 
     def fields(self, owner: Found) -> dict[str, bool]:
-        """Fields of a dataclass, a pydantic model or a msgspec structure, and whether they are required."""
+        """Of a dataclass, a pydantic model or a msgspec structure, and whether required."""
         fields: dict[str, bool] = {}
         for each in reversed([*self.ancestry(owner)]):
             assert isinstance(each.node, ast.ClassDef)
