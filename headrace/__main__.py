@@ -1,5 +1,4 @@
-"""`headrace COMMAND ...`: every command of Headrace, from any folder, also from one with a package `configs` of its
-own.
+"""`headrace COMMAND ...`: every command of Headrace, also from a folder with a package `configs` of its own.
 
 It runs by path and imports only the standard library.
 """
@@ -64,7 +63,7 @@ def usage() -> str:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Return the exit code, if the command does not end the process itself."""
+    """Return the exit code, unless the command ends the process."""
     if not argv or argv[0] in ("-h", "--help"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `headrace --help | head` ends quietly
         print(usage(), file=sys.stdout if argv else sys.stderr)

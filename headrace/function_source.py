@@ -49,7 +49,7 @@ def reward_file(function: Callable[..., Any], folder: Path) -> str:
 
 
 class Source:
-    """A module with one function and all that it uses."""
+    """A module with the function and all that it uses."""
 
     def __init__(self, function: FunctionType) -> None:
         self.function = function
@@ -157,7 +157,7 @@ def _source(value: Any) -> str:
 
 
 def _class_source(value: type) -> str:
-    """A notebook's module has no file, so a function locates the class."""
+    """A notebook's module has no file."""
     for function in vars(value).values():
         if not isinstance(code := getattr(function, "__code__", None), CodeType):
             continue

@@ -1,7 +1,7 @@
 """Runs in a script or a notebook.
 
-The program may have a package `configs` of its own, so this module runs the command `headrace`. A guard ends the
-launcher with all its processes when this program dies.
+The program may have a package `configs`, so this module runs the command `headrace`. A guard ends all processes when
+this program dies.
 """
 
 import atexit
@@ -26,7 +26,7 @@ GUARD = ENTRY.parents[1] / "actors" / "supervise" / "guard.py"
 LINES = 1000
 SHOWN = 20
 DEAD = 1
-"""Exit code of `headrace status` without an answer."""
+"""`headrace status` without an answer."""
 ENDED_WELL = (0, 3, 128 + signal.SIGINT)
 """Last version reached, data ended, stopped."""
 Record = dict[str, Any]
@@ -45,7 +45,7 @@ def launch(
     """Launch a run, or go on with it; returns once it is accepted.
 
     `config` is a run file or a dict of its sections, `overrides` are further keys, `reward` replaces `reward.function`.
-    Raises HeadraceError with every problem of the run file, and NoSource for a function without source.
+    Raises HeadraceError with every problem, and NoSource for a function without source.
     """
     with tempfile.TemporaryDirectory(prefix="headrace-") as folder:
         if isinstance(config, Mapping):
@@ -109,7 +109,7 @@ class Run:
         return list(self.launcher.lines) if self.launcher else []
 
     def wait(self, timeout_s: float | None = None, show: bool = True) -> int:
-        """Wait for the end of the run and return its exit code; print the launcher's lines if `show`.
+        """Wait for the end of the run and return its exit code.
 
         Ctrl-C stops the run. Raises HeadraceError if the run failed, and TimeoutError.
         """
@@ -157,8 +157,6 @@ class Run:
 
 
 class Launcher:
-    """The process `headrace launch`, and its output."""
-
     def __init__(self, words: list[str], run: Path) -> None:
         self.lines = deque[str](maxlen=LINES)
         self.code: int | None = None
@@ -174,7 +172,7 @@ class Launcher:
         atexit.register(self._stop_at_exit)
 
     def wait(self, timeout_s: float | None, show: Callable[[str], object]) -> int:
-        """Gives each line to `show` once. Raises TimeoutError."""
+        """Raises TimeoutError."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             with self._changed:
