@@ -45,7 +45,7 @@ class KeysError(ValueError):
 
 
 class NoKeys(KeysError):
-    """Nothing of the run has been started where this folder is."""
+    """No key file: nothing of the run has been started where this folder is."""
 
     pass
 
@@ -59,7 +59,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class ServerKeys:
-    """Own pair, and whom the process admits."""
+    """A process's own pair, and whom it admits."""
 
     folder: Path
     public: bytes

@@ -35,7 +35,7 @@ class ListedProblem(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """By the settings of the last launch."""
+    """What decides a row's state, by the settings of the last launch."""
 
     attempts: int
     marks: Marks

@@ -19,7 +19,7 @@ from configs.publishing import copies, is_loopback, most_parameters, unpublishab
 from configs.schema import NO_REWARD, Config
 
 NEARLY_FULL = 0.85
-"""Share of places of a full server."""
+"""Share of places at which a server counts as full."""
 MAX_NUM_SEQS = "rollout.engine.max_num_seqs"
 MIXTURES = {
     "a third each is never, sometimes and always solved": {"unsolved": 1 / 3, "between": 1 / 3, "solved": 1 / 3},
@@ -237,7 +237,7 @@ def _each(config: Config) -> int:
 
 
 def _last_export(config: Config) -> int:
-    """A complete checkpoint may get it."""
+    """The last export may be written to a complete checkpoint."""
     return checkpoint_bytes(1, config.model, True) - checkpoint_bytes(1, config.model, False)
 
 

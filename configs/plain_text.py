@@ -67,7 +67,7 @@ def visible(text: str, most: int = MOST_CHARS) -> str:
 
 
 def visible_line(text: str, most: int = MOST_CHARS) -> str:
-    """The text must not begin another line."""
+    """Write line feeds as numbers too."""
     return visible(text, most).replace("\n", "\\u000a")
 
 

@@ -620,7 +620,8 @@ class RolloutConfig(Section):
     """How often an item is dispatched before it is dropped with the reason of its last failure."""
     max_failed_share: Annotated[float, Field(gt=0, le=1)] = 0.5
     """The run is given up, with exit code 1, once 100 attempts, or 3 batches of them if that is more, have failed since
-    a group was made, and they are more than this share. Failures of the infrastructure do not count; 1: never."""
+    a group was made, and they are more than this share of all. Failures of the infrastructure do not count; 1: never.
+    """
     heartbeat_s: Seconds = 2.0
     """Interval between heartbeats of a server; its leases end after five missed ones."""
     drain_s: Seconds = 30.0

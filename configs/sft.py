@@ -27,7 +27,7 @@ UNREAD = (
 )
 UNREAD_OF_SETS = ("samples", "k", "temperature", "max_tokens")
 LONGEST = 32768
-"""Where the model's positions are not known."""
+"""For a model whose positions are not known."""
 
 
 def rules(config: Config, rows: int | None = None) -> Iterator[str]:

@@ -65,7 +65,7 @@ def is_others(name: str) -> bool:
 
 
 def given_to_libraries(environment: Mapping[str, str]) -> list[str]:
-    """With these torch or transformers may fail."""
+    """Variables with which torch or transformers may fail."""
     return [
         name
         for name, value in environment.items()

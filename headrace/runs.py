@@ -26,7 +26,7 @@ GUARD = ENTRY.parents[1] / "actors" / "supervise" / "guard.py"
 LINES = 1000
 SHOWN = 20
 DEAD = 1
-"""`headrace status` without an answer."""
+"""Exit code of `headrace status` without an answer."""
 ENDED_WELL = (0, 3, 128 + signal.SIGINT)
 """Last version reached, data ended, stopped."""
 Record = dict[str, Any]

@@ -48,7 +48,7 @@ class ImageFormat:
     merge: int
     """A token is `merge` x `merge` patches."""
     temporal: int
-    """Frames; an image is repeated so often."""
+    """Frames of a patch; an image is repeated so often."""
     mean: tuple[float, float, float]
     std: tuple[float, float, float]
     min_pixels: int
@@ -58,7 +58,7 @@ class ImageFormat:
     vision_start: int
     vision_end: int
     side: int | None = None
-    """Of the squares to which images are stretched."""
+    """Side of the squares to which images are stretched."""
 
     @classmethod
     def of_run(cls, config: Config) -> "ImageFormat | None":
@@ -185,7 +185,7 @@ class ImageFormat:
         return ((np.arange(256)[:, None] / 255 - self.mean) / self.std).astype(np.float32)
 
     def num_tokens(self, height: int, width: int) -> int:
-        """Before the image is resized. Raises ImageError."""
+        """Tokens of an image before it is resized. Raises ImageError."""
         high, wide = self.size(height, width)
         return high * wide // self.factor**2
 

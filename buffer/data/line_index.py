@@ -14,7 +14,7 @@ from pathlib import Path
 from configs.variables import private_folder
 
 FORMAT = 3
-"""Of the index and of the rules for rows."""
+"""Version of the index and of the rules for rows."""
 DIGEST_BYTES = 32
 
 

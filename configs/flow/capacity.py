@@ -1,4 +1,4 @@
-"""What the buffer's process takes."""
+"""What the buffer's process takes: connections, open files, memory."""
 
 from configs.checks import max_group_bytes
 from configs.context_parallel import parts_of
@@ -33,7 +33,8 @@ def open_files(config: Config) -> int:
 
 
 def memory_bytes(config: Config, problems: int = 0) -> int:
-    """Without the text of the problems. Two groups and a part exceed the bounds, because the last one is taken whole."""
+    """Memory without the text of the problems. Two groups and a part exceed the bounds, because the last one is taken
+    whole."""
     group, stored = max_group_bytes(config), open_groups(config) * max_group_bytes(config)
     batch = config.batch.groups * group
     bounds = min(CACHE_BYTES, stored) + min(IN_FLIGHT_BYTES, batch) + min(PARKED_BYTES, stored) + COMMIT_BYTES

@@ -94,7 +94,7 @@ def unequal(
 
 
 def rewritten(needs: Iterable[Need], before: Source, after: Source) -> Iterator[str]:
-    """Yield a diff of each function that Headrace follows or replaces: somebody has to read it."""
+    """Yield a diff of each changed function that Headrace follows or replaces: somebody has to read it."""
     for need in needs:
         for name in dict.fromkeys([*need.follows.split(), *(form.partition("(")[0] for form in need.replaces)]):
             path = need.path if name == need.path.rpartition(".")[2] else f"{need.path}.{name}"

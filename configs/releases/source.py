@@ -128,7 +128,7 @@ class Source:
                     waiting.append(found)
 
     def attributes(self, owner: Found) -> set[str]:
-        """In class bodies, and what methods set on `self`."""
+        """Names in class bodies, and what methods set on `self`."""
         return {name for each in self.ancestry(owner) for name in attributes_of(each.node)}
 
     def abstract_methods(self, owner: Found) -> set[str]:
@@ -153,7 +153,7 @@ class Source:
         return Parameters(tuple(fields), frozenset(fields), required, False, False)
 
     def fields(self, owner: Found) -> dict[str, bool]:
-        """Of a dataclass, a pydantic model or a msgspec structure, and whether required."""
+        """Fields of a dataclass, a pydantic model or a msgspec structure, and whether they are required."""
         fields: dict[str, bool] = {}
         for each in reversed([*self.ancestry(owner)]):
             assert isinstance(each.node, ast.ClassDef)
@@ -220,7 +220,7 @@ def is_abstract(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
 
 
 def parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Parameters:
-    """Without `self` or `cls`."""
+    """The parameters without `self` or `cls`."""
     given = node.args
     by_place = [each.arg for each in (*given.posonlyargs, *given.args)]
     needed = by_place[: len(by_place) - len(given.defaults)]
