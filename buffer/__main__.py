@@ -144,7 +144,7 @@ def advice_for(error: sqlite3.Error | OSError) -> str:
 
 
 def restored(config: Config, store: Store, problems: Problems, clock: ListeningClock) -> Ledger:
-    """Leases stay valid and are renewed now, without the time of reading."""
+    """Leases stay valid and are renewed now: the time of reading is no part of them."""
     clock.mark()
     batch, given = config.batch, config.data.difficulty
     ledger = Ledger(

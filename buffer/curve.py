@@ -42,7 +42,7 @@ def judge_connections(
 ) -> ThreadAuthenticator:
     """Start an authenticator for `socket`, which is not bound yet.
 
-    Its thread lets no busy event loop delay connections. The caller stops it before the context ends.
+    It is a thread, so a busy event loop delays no connection. The caller stops it before the context ends.
     """
     authenticator = RoleAuthenticator(context, keys)
     try:

@@ -9,7 +9,7 @@ from typing import Any, overload
 
 import pyarrow as pa
 
-from buffer.data.columns import ProblemsError as ProblemsError  # for callers
+from buffer.data.columns import ProblemsError as ProblemsError  # whoever loads problems catches it
 from buffer.data.image_rows import IMAGES, ImageRows, JoinedImages
 from buffer.data.images import ImageError, ImageFormat, read_model_file
 from buffer.data.parts import JoinedRows, SourcePart, digest_of, open_source

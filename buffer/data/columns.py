@@ -26,7 +26,7 @@ DEMONSTRATIONS = {
 
 
 class ProblemsError(ConfigError):
-    """The text names key, file and remedy."""
+    """A source that cannot be trained on; the text names key, file and remedy."""
 
     def __init__(self, reason: str) -> None:
         super().__init__([reason])

@@ -28,7 +28,7 @@ ENTRY_S = 30
 
 
 class RequestError(ValueError):
-    """One line."""
+    """A request that cannot be answered; one line."""
 
     pass
 
@@ -92,7 +92,7 @@ def score(name: str, config: str, index: int, question: str, text: str, longest_
     """Score an answer with the set's own code.
 
     If that raises, the answer counts as empty. Beyond `longest_s` of processor time, SIGPROF ends this process. Raises
-    RequestError for another question.
+    RequestError if the entry's question is another.
     """
     from reasoning_gym.utils import extract_answer
 
@@ -154,7 +154,7 @@ def main() -> None:
 
 
 def listen(asked: "queue.PriorityQueue[list[Any]]") -> None:
-    """Nobody who asks waits for the pipe."""
+    """The parent must not wait for the pipe."""
     for line in sys.stdin:
         asked.put(json.loads(line))
     os._exit(0)

@@ -25,7 +25,7 @@ HASH_SEED = "0"
 
 
 class EntryError(ValueError):
-    """One line."""
+    """An entry cannot be made or scored; one line."""
 
     pass
 

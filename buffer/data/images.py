@@ -35,7 +35,7 @@ BROKEN = (
 
 
 class ImageError(ValueError):
-    """One line."""
+    """An image that no model can be shown; one line."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ class Picture:
         return np.stack([levels[:, colour][self.pixels[:, :, colour]] for colour in range(3)])
 
     def patches(self, levels: np.ndarray | None = None) -> np.ndarray:
-        """[patches, 3 * temporal * patch²]: transformers' `pixel_values`. `levels`: [256, 3]."""
+        """[patches, 3 * temporal * patch²]: transformers' `pixel_values`. `levels`: [256, 3], what each byte becomes."""
         cells, form = self.cells(), self.format
         levels = form.levels() if levels is None else levels
         values = np.empty((len(cells), 3, form.temporal, form.patch**2), levels.dtype)
