@@ -34,7 +34,7 @@ class PromptError(EpisodeError):
 
 
 class RewardError(EpisodeError):
-    """An answer could not be scored. Its group fails; it never gets a reward of 0.
+    """An answer could not be scored; its group fails.
 
     `temporary`: a server may answer later.
     """
@@ -44,7 +44,7 @@ class RewardError(EpisodeError):
 
 
 class TeacherError(EpisodeError):
-    """A teacher gave no log-probabilities. The group fails; no token gets a 0."""
+    """A teacher gave no log-probabilities; the group fails."""
 
     def __init__(self, reason: str, temporary: bool = False, origin: str = "") -> None:
         super().__init__(reason, origin=origin)
@@ -64,7 +64,7 @@ class EngineError(EpisodeError, RuntimeError):
 
 
 class ChatRefused(ValueError):
-    """A call of `chat` that cannot be taken. The episode may go on.
+    """A call of `chat` was refused; the episode may go on.
 
     `code`: mostly OpenAI's. After `context_length_exceeded`, `turns_exceeded` or `time_exceeded` the episode counts as
     truncated.
@@ -76,11 +76,11 @@ class ChatRefused(ValueError):
 
 
 class EngineDead(RuntimeError):
-    """vLLM died, does not answer, or returns what cannot be: the server ends."""
+    """vLLM died, does not answer, or returned impossible values: the server ends."""
 
 
 def all_errors(error: BaseException) -> Iterator[BaseException]:
-    """The exceptions that are no groups, in order."""
+    """Yield the exceptions that are no groups, in order."""
     if isinstance(error, BaseExceptionGroup):
         for one in error.exceptions:
             yield from all_errors(one)
@@ -89,5 +89,4 @@ def all_errors(error: BaseException) -> Iterator[BaseException]:
 
 
 def first_error(error: BaseException) -> BaseException:
-    """The first exception that is no group: the cause, for people."""
     return next(all_errors(error))

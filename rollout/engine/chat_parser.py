@@ -1,4 +1,4 @@
-"""Finds tool calls and reasoning in what was sampled, by the parsers of `vllm serve`."""
+"""Finds tool calls and reasoning in sampled text, by the parsers of `vllm serve`."""
 
 import json
 import secrets
@@ -15,7 +15,7 @@ ID_CHARACTERS = string.ascii_letters + string.digits
 
 
 class VllmParser:
-    """Reads answers. Raises ValueError if the parsers do not suit the tokenizer."""
+    """Raises ValueError if the parsers do not suit the tokenizer."""
 
     def __init__(self, tokenizer: Any, chat: ChatConfig, model: str) -> None:
         self._tokenizer, self._kwargs = tokenizer, chat.template_kwargs
@@ -57,7 +57,7 @@ class VllmParser:
             reasoning, content, calls = parser.parse(
                 text, request, enable_auto_tools=True, model_output_token_ids=tokens
             )
-        except Exception:  # a policy may sample what is odd: it stays text, and counts as bad
+        except Exception:  # odd text stays text, and counts as bad
             return {"role": "assistant", "content": text}, 1
         made: dict[str, Any] = {"role": "assistant", "content": content or ""}
         if reasoning:
@@ -70,7 +70,7 @@ class VllmParser:
         return self._parser(self._tokenizer, tools, chat_template_kwargs=self._kwargs)
 
     def _bad_calls(self, message: dict[str, Any], tools: list[dict[str, Any]] | None, parser: Any) -> int:
-        """Calls of unknown tools or without a JSON object, and one that stayed text."""
+        """Count calls of unknown tools, without a JSON object, or left as text."""
         known = {tool["function"]["name"] for tool in tools or ()}
         functions = [call["function"] for call in message.get("tool_calls", ())]
         bad = sum(each["name"] not in known or not is_object(each["arguments"]) for each in functions)
@@ -85,7 +85,6 @@ def tool_call(call: Any) -> dict[str, Any]:
 
 
 def is_object(text: str) -> bool:
-    """Whether this is a JSON object."""
     try:
         return isinstance(json.loads(text), dict)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Limits of a reward server: requests at a time, size and time of a body, names and pages."""
+"""Limits of a reward server's requests: number, body's size and time, names and pages."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -8,7 +8,7 @@ from configs.http_limits import BODY_S, HEADERS, POLICY, is_loopback_host, name_
 
 MOST_REQUESTS, MOST_BODY = 4096, 64 * 2**20
 HEAD_LIMITS = {"h11_max_incomplete_event_size": 2**16, "h11_max_header_count": 64}
-"""Bytes and fields of a request's head."""
+"""Bytes and fields of a head."""
 ADDED = [
     (name.lower().encode(), value.encode()) for name, value in (HEADERS | {"Content-Security-Policy": POLICY}).items()
 ]
@@ -65,8 +65,6 @@ class BodyRefused(Exception):
 
 
 class LimitedBody:
-    """The body of a request as it arrives."""
-
     def __init__(self, receive: Receive) -> None:
         self._receive, self._size, self._whole = receive, 0, False
         self._until = asyncio.get_running_loop().time() + BODY_S
@@ -87,7 +85,7 @@ class LimitedBody:
 
 
 class MarkedResponse:
-    """A response as it is sent, with headers for browsers."""
+    """Adds headers for browsers to a response."""
 
     def __init__(self, send: Send) -> None:
         self._send, self.begun = send, False
@@ -100,7 +98,7 @@ class MarkedResponse:
 
 
 async def refuse(send: Send, status: int, reason: str) -> None:
-    """Answer with an error, in words."""
+    """Answer with an error as text."""
     headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close"), *ADDED]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": reason.encode()})

@@ -1,7 +1,7 @@
-"""Finds out why vLLM's engine process did not start, so that the server is not restarted if that cannot help.
+"""Finds out why vLLM's engine process did not start, so that no server is restarted in vain.
 
-A handler of vLLM's logger writes the exception to a file. A spawned process adds the handler when it imports the
-worker's extension, and finds the file in a variable.
+A handler of vLLM's logger writes the exception to a file named by a variable. A spawned process adds the handler when
+it imports the worker's extension.
 """
 
 import logging

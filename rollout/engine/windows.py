@@ -1,6 +1,6 @@
-"""Sliding windows that vLLM makes one token longer than transformers and the learner: Cohere's.
+"""Corrects sliding windows that vLLM makes one token longer than transformers and the learner: Cohere's.
 
-Log-probabilities of longer samples would differ. So the server gets a shorter window, where vLLM's source adds one.
+Log-probabilities of longer samples would differ.
 """
 
 import ast
@@ -14,7 +14,7 @@ DEFAULT = 4096
 
 
 def window_override(model_path: str) -> dict[str, Any]:
-    """What vLLM reads in place of the model's own window, such as `{"sliding_window": 4095}`; empty for most models.
+    """Return what vLLM reads in place of the model's window, such as `{"sliding_window": 4095}`, or {}.
 
     Raises ConfigError for an unreadable config.json.
     """
@@ -26,7 +26,7 @@ def window_override(model_path: str) -> dict[str, Any]:
 
 
 def adds_one() -> bool:
-    """Whether the installed vLLM adds one to the window."""
+    """Return whether the installed vLLM adds one to the window."""
     node = attention_of_cohere()
     return node is not None and any(_is_sum(each) for each in ast.walk(node))
 

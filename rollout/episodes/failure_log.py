@@ -1,5 +1,3 @@
-"""What a rollout server logs of attempts that failed."""
-
 import logging
 import time
 from collections import Counter

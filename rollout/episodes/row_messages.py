@@ -1,5 +1,4 @@
-"""Checks the messages of a row and converts them for chat templates: each content becomes a text, with MARK for an
-image."""
+"""Checks a row's messages and converts them for chat templates: contents become texts with MARK per image."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -14,7 +13,7 @@ ENDS = 30
 
 
 def messages_of(row: Mapping[str, Any], template: str) -> list[dict[str, Any]]:
-    """The chat of a row. Raises PromptError."""
+    """Raises PromptError."""
     prompt = row.get("prompt") or row.get("problem")
     if not prompt:
         empty = [name for name in ("prompt", "problem") if name in row]
@@ -41,7 +40,6 @@ def message_of(number: int, message: Any, template: str, images: bool) -> dict[s
 
 
 def text_of(place: str, content: Any, images: bool) -> str:
-    """Return the text of a content, with MARK for each image."""
     if isinstance(content, str):
         return whole(place, content)
     if not isinstance(content, list) or not content:
@@ -71,7 +69,7 @@ def whole(place: str, text: str) -> str:
 
 
 def left_out(messages: Collection[dict[str, Any]], text: str) -> str:
-    """What a chat template left out of its `text`, or "". It may reword answers and results of tools."""
+    """Return what a template left out of its `text`, or "". It may reword answers and tool results."""
     squeezed = ""
     for number, message in enumerate(messages):
         content, role = message["content"], message["role"]

@@ -1,4 +1,4 @@
-"""How many samples are in their task, in vLLM, or with their reward: a function that hangs shows early."""
+"""Counts samples in their task, in vLLM and in scoring: a function that hangs shows early."""
 
 import time
 
@@ -21,7 +21,7 @@ class Stay:
 
 
 class Stages:
-    """Samples by stage. Example of `stats()`: `{"task": 0, "generating": 12, "scoring": 4, "scoring_s": 7.5}`."""
+    """Example of `stats()`: `{"task": 0, "generating": 12, "scoring": 4, "scoring_s": 7.5}`."""
 
     def __init__(self) -> None:
         self._stays: dict[str, set[Stay]] = {stage: set() for stage in STAGES}
