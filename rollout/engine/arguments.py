@@ -1,6 +1,6 @@
 """What a rollout server hands to vLLM: our defaults, `rollout.engine`, and keys of the run file.
 
-Imports neither vLLM nor torch, so that `problems` costs milliseconds.
+Imports neither vLLM nor torch, so `problems` costs milliseconds.
 """
 
 import difflib
@@ -22,33 +22,32 @@ from rollout.templates.parsers import AUTO
 
 CPU_STEP_TOKENS = 2048
 HEAD = {"head_dtype": "float32"}
-"""vLLM would round logits to model.dtype, a noise in the learner's ratios at every token."""
+"""vLLM would round logits to model.dtype: noise in all of the learner's ratios."""
 MIN_STEP_TOKENS, MAX_GRAPH_TOKENS = 1024, 2048
 """A GPU's step has room for twice as many tokens as sequences, and is a CUDA graph: a 1.5B model on an H200 made 26,800
-tokens/s, and 15,000 with vLLM's defaults (benchmarks/LOG.md). A whole group fits once a place is free: else each end
-would let one prompt into a step without a graph."""
+tokens/s, 15,000 with vLLM's defaults (benchmarks/LOG.md). A whole group fits once a place is free, so that ends do not
+let single prompts into steps without a graph."""
 GRAPH_KEYS = {"compilation_config", "cudagraph_capture_sizes"}
-"""vLLM takes only one of them."""
 LINEAR_LAYERS = (
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
     *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
 )
-"""Layers that vLLM adapts for `model.lora.targets: all`."""
+"""What vLLM adapts for `model.lora.targets: all`."""
 PARTS = {"qkv_proj": "q_proj", "gate_up_proj": "up_proj"}
 """A part of each layer that vLLM joins."""
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Values of vLLM's `max_lora_rank`."""
 USUAL_PROMPT = 128
-"""Prompt tokens in the measurement of missing graphs."""
+"""Prompt tokens when missing graphs were measured."""
 UNEQUAL_ON_CPU = ("lfm2", "lfm2_moe")
-"""In vLLM 0.32 on a CPU small float32 copies are 0.01 nat off, for an unknown reason."""
+"""vLLM 0.32 on a CPU is 0.01 nat off for small float32 copies, for an unknown reason."""
 IMAGES_PER_STEP = 4
-"""Images of the largest size that fit into a GPU's step."""
+"""Images of the largest size in a GPU's step."""
 PARSERS = {
     "tool_parser": ("tool_parsers", "_TOOL_PARSERS_TO_REGISTER"),
     "reasoning_parser": ("reasoning", "_REASONING_PARSERS_TO_REGISTER"),
 }
-"""vLLM's package and table for each key of `rollout.chat`."""
+"""vLLM's package and table per key of `rollout.chat`."""
 SIZES = ("max_num_seqs", "max_num_batched_tokens", "max_cudagraph_capture_size")
 CPU_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and worker in one process: half the memory
@@ -59,7 +58,7 @@ CPU_ENVIRONMENT = {
 
 
 def problems(engine: Mapping[str, Any], config: Config) -> list[str]:
-    """List keys that the installed vLLM lacks, and steps that are too small."""
+    """List unknown keys, and steps that are too small."""
     lines = unknown_fields(engine, "rollout")
     tokens, most = engine.get("max_num_batched_tokens"), max_sequences(config, config.rollout.device != "cuda")
     if isinstance(tokens, int) and tokens < most:
@@ -85,7 +84,7 @@ def unknown_fields(engine: Mapping[str, Any], section: str) -> list[str]:
 
 
 def unknown_parsers(config: Config) -> Iterator[str]:
-    """Yield parsers that the installed vLLM lacks; none without vLLM."""
+    """Yield nothing without vLLM."""
     for key in PARSERS:
         if (name := getattr(config.rollout.chat, key)) not in (None, AUTO):
             yield from unknown_parser(key, name)
@@ -100,7 +99,7 @@ def unknown_parser(key: str, name: str) -> Iterator[str]:
 
 
 def unserved_shapes(config: Config, cpu: bool) -> Iterator[str]:
-    """Yield what vLLM's CPU kernels lack: a server would fail or silently compute something else."""
+    """Yield what vLLM's CPU kernels lack: a server would fail or compute something else."""
     facts = facts_of(config.model)
     if cpu and facts.mutual:
         problem = "vLLM on a CPU has no token of an image see those after it, as this model does"
@@ -119,10 +118,8 @@ def unserved_shapes(config: Config, cpu: bool) -> Iterator[str]:
 
 
 def cliffs(config: Config) -> Iterator[str]:
-    """Yield settings that make a GPU several times slower, with price and remedy.
-
-    Prices are of a 1.5B model on an H200, measured before `plain_steps.py`.
-    """
+    """Yield settings that make a GPU several times slower, with the price on an H200 (1.5B model, before
+    `plain_steps.py`) and the remedy."""
     given = config.rollout.engine
     if config.rollout.device == "cpu" or not all(isinstance(given.get(key, 1), int) for key in SIZES):
         return
@@ -158,7 +155,6 @@ def cliffs(config: Config) -> Iterator[str]:
 
 
 def largest_graph(arguments: Mapping[str, Any]) -> int:
-    """Return the tokens of the largest captured step."""
     inside = arguments.get("compilation_config")
     said = {**arguments, **(inside if isinstance(inside, Mapping) else {})}
     size = said.get("max_cudagraph_capture_size") or min(2 * arguments["max_num_seqs"], 512)
@@ -182,14 +178,14 @@ def on_cpu(config: Config) -> bool:
 
 
 def can_fp8() -> bool:
-    """Ask the driver: torch would create a context in this process."""
+    """Asks the driver: torch would create a context in this process."""
     from rollout.engine.door.vllm_platform import current_platform
 
     return bool(current_platform.supports_fp8())
 
 
 def environment(cpu: bool) -> dict[str, str]:
-    """Return variables for vLLM; set ones keep their value."""
+    """Variables that are set keep their value."""
     common = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1"}  # one server is one machine
     gloo_here(common)
     if folder := socket_folder(VLLM_BYTES):
@@ -240,7 +236,6 @@ def text_arguments() -> dict[str, Any]:
 
 
 def longest_sample(config: Config) -> int:
-    """Return tokens of the longest sample in training or evaluation."""
     answers = [each.max_tokens or 0 for each in config.data.eval.values()]
     return max([max_sample_tokens(config), *(config.data.max_prompt_tokens + answer for answer in answers)])
 

@@ -1,4 +1,4 @@
-"""Finds tool calls and reasoning in sampled text, by the parsers of `vllm serve`."""
+"""Finds tool calls and reasoning by the parsers of `vllm serve`."""
 
 import json
 import secrets
@@ -79,7 +79,7 @@ class VllmParser:
 
 
 def tool_call(call: Any) -> dict[str, Any]:
-    """Ids have nine characters, because Mistral's templates take no others."""
+    """Ids have nine characters: Mistral's templates take no others."""
     name = call.id or "".join(secrets.choice(ID_CHARACTERS) for _ in range(9))
     return {"id": name, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 

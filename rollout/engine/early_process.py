@@ -1,4 +1,4 @@
-"""Starts vLLM's engine process before vLLM asks for it, so that its imports and the server's run in parallel.
+"""Starts vLLM's engine process early, so that its imports and the server's run in parallel.
 
     server                                          early process
     EarlyProcess(cpu)       -- starts ----------->  imports vLLM's engine, then waits for its task
@@ -46,7 +46,7 @@ class EarlyProcess:
     """A process that becomes the first engine process that vLLM starts inside `given_to_vllm`."""
 
     def __init__(self, cpu: bool, target: str = ENGINE_TARGET, modules: Sequence[str] = ENGINE_MODULES) -> None:
-        """`target`: name of the function that vLLM's process runs."""
+        """`target`: the function that vLLM's process runs."""
         self.cpu, self._target, self._taken = cpu, target, False
         self.socket, theirs = socket.socketpair()
         line = tied_line(f"from {__name__} import wait_for_task; wait_for_task({theirs.fileno()}, {modules!r})")
@@ -57,7 +57,7 @@ class EarlyProcess:
 
     @classmethod
     def of(cls, config: Config) -> "EarlyProcess | None":
-        """Start a server's early process; None if vLLM starts its own in another way."""
+        """None if vLLM starts its own in another way."""
         if config.rollout.engine.get("numa_bind"):
             return None
         cpu = expects_cpu(config.rollout.device)
@@ -89,7 +89,6 @@ class EarlyProcess:
             self.close()
 
     def close(self) -> None:
-        """End the process, unless it is vLLM's."""
         if not self._taken:
             self._taken = True
             self.child.kill()
@@ -104,7 +103,7 @@ class EarlyProcess:
 
 
 def expects_cpu(device: str, given: Mapping[str, str] = os.environ) -> bool:
-    """Return whether a server will run on the CPU, without torch's slow import."""
+    """Decide without torch, whose import takes seconds."""
     if device != "auto":
         return device == "cpu"
     hidden = given.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
@@ -112,7 +111,7 @@ def expects_cpu(device: str, given: Mapping[str, str] = os.environ) -> bool:
 
 
 class HandedOver(popen_spawn_posix.Popen):
-    """The early process, as an object of multiprocessing."""
+    """The early process as multiprocessing sees it."""
 
     DupFd: ClassVar[Any] = popen_forkserver._DupFd
     _fds: list[int]
@@ -122,7 +121,7 @@ class HandedOver(popen_spawn_posix.Popen):
         super().__init__(process)
 
     def duplicate_for_child(self, fd: int) -> int:
-        """Send the file too; return its index in the child's `get_inherited_fds`."""
+        """Send the file too; return its index in the child's inherited files."""
         self._fds.append(fd)
         return len(self._fds) - 1
 
@@ -177,7 +176,7 @@ def wait_for_task(file: int, modules: Sequence[str]) -> NoReturn:
 
 
 def import_all(modules: Sequence[str]) -> None:
-    """Import `modules`. A failure is only logged: vLLM's own import reports it."""
+    """Import `modules`. Failures are only logged: vLLM's own import reports them."""
     with without_collections():
         for name in modules:
             try:
@@ -198,7 +197,7 @@ def read_exactly(link: socket.socket, size: int) -> bytes:
 
 
 def take_environment(given: Mapping[str, str], before: Mapping[str, str]) -> None:
-    """Take the server's variables in place of those of `before`; keep what vLLM set here."""
+    """Replace the variables of `before` by the server's; keep what vLLM set here."""
     own, threads = os.environ.get(PARENT), os.environ.get(THREADS)
     for name in before.keys() - given.keys():
         os.environ.pop(name, None)

@@ -1,7 +1,4 @@
-"""Limits the number of a reward server's connections, and the time that they take for a request's head.
-
-uvicorn, under vLLM's server, limits neither.
-"""
+"""Limits a reward server's connections and their time for a request's head; uvicorn limits neither."""
 
 import asyncio
 
@@ -17,8 +14,6 @@ MOST_CONNECTIONS = 4096
 
 
 class LimitedConnection(H11Protocol):
-    """A limited connection of uvicorn."""
-
     _late: asyncio.TimerHandle | None = None
     """Closes the connection unless a head comes first."""
 
@@ -50,5 +45,5 @@ class LimitedConnection(H11Protocol):
 
 
 def limit_connections() -> None:
-    """Limit connections of each HTTP server that uvicorn starts in this process."""
+    """Applies to each HTTP server that uvicorn starts in this process."""
     HTTP_PROTOCOLS["auto"] = f"{__name__}:{LimitedConnection.__name__}"

@@ -1,7 +1,7 @@
 """Sends requests for samples past vLLM's client, equal ones in one message.
 
-vLLM's `AsyncLLM` sends each by itself, with all its images. A group's samples begin at the same moment: they become
-one request, which our scheduler multiplies.
+`AsyncLLM` sends each by itself, with all its images. A group's samples begin at the same moment: they become one
+request, which our scheduler multiplies.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ Make = Callable[[], tuple[Any, SamplingParams]]
 
 @dataclass(eq=False)
 class Bundle:
-    """Requests with the same `key` in one turn of the event loop."""
+    """Equal requests of one turn of the event loop."""
 
     key: object
     make: Make
@@ -49,7 +49,7 @@ class JoinedRequests:
         self._handler.add_done_callback(lambda _: self._fail([*self._waiting], EngineDeadError()))
 
     async def end(self, key: object, make: Make) -> EngineCoreOutput:
-        """Return a request's last output, with all that was sampled. Equal requests have an equal `key`.
+        """Return a request's last output, with all that was sampled. Requests with equal `key` are joined.
 
         Cancelling aborts the request. Raises vLLM's errors, EngineError if vLLM ended the request, EngineDeadError.
         """

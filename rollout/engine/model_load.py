@@ -1,9 +1,8 @@
 """Loads a policy into vLLM's model: from the staging copy, bucket by bucket, or from files.
 
-The worker calls this between two engine steps; `stream` runs in the staging's thread while the engine is paused.
-Loads are queued on the steps' stream, so nothing waits for the GPU. vLLM's reload keeps layers that get nothing; a
-layer
-that gets only a part becomes garbage.
+The worker calls this between two steps; `stream` runs in the staging's thread while the engine is paused. Loads are
+queued on the steps' stream, so nothing waits for the GPU. vLLM's reload keeps layers that get nothing; a partly loaded
+layer becomes garbage.
 """
 
 import logging
@@ -36,15 +35,13 @@ from rollout.engine.region_copies import RegionCopies
 RELOADING = logging.getLogger(RELOAD_LOGGER)
 RELOADING.setLevel(logging.ERROR)  # it warns at each update; see `check_complete`
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
-"""Layers whose weights a GPU keeps as in the file."""
+"""A GPU keeps their weights as in the file."""
 PLAIN_TOWERS = ("qwen2_5_vl",)
-"""Vision models whose weights stay as in the file (`benchmarks/vision/loading.py`)."""
+"""Vision models that are kept so (`benchmarks/vision/loading.py`)."""
 ATTENTION_SCALES = (".q_scale", ".k_scale", ".v_scale", ".prob_scale")
 
 
 class ModelLoad:
-    """Loads weights into a worker's part of vLLM's model."""
-
     def __init__(self, model: torch.nn.Module, vllm_config: Any, device: torch.device) -> None:
         self.model: Any = model
         self.vllm_config, self.device = vllm_config, device
@@ -63,7 +60,7 @@ class ModelLoad:
         self._regions.load(staged)
 
     def load_staged(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Load views of the staging copy. Raises ValueError if weights are missing."""
+        """Raises ValueError if weights are missing."""
         self._load(weights, self.frozen, recorded=self.plainly)
 
     def forget_staged(self) -> None:
@@ -131,8 +128,8 @@ class ModelLoad:
 
 
 def loads_plainly(model: torch.nn.Module, vllm_config: Any, device: torch.device) -> bool:
-    """Return whether `load_weights` may overwrite weights in place: only if vLLM keeps each as in the file
-    (docs/design/engine.md). It takes a fifth of a reload's time."""
+    """Whether weights may be overwritten in place: only if vLLM keeps all as in the file (docs/design/engine.md). It
+    takes a fifth of a reload's time."""
     model_config = vllm_config.model_config
     untried = model_config.is_multimodal_model and model_config.hf_config.model_type not in PLAIN_TOWERS
     if device.type != "cuda" or vllm_config.quant_config is not None or untried:
@@ -144,7 +141,7 @@ def loads_plainly(model: torch.nn.Module, vllm_config: Any, device: torch.device
 
 
 def name_loaders(model: torch.nn.Module) -> None:
-    """Name loaders for vLLM's reload: those of MiniMax-M2's norms are partials without a name."""
+    """vLLM's reload needs names; loaders of MiniMax-M2's norms are partials."""
     for parameter in model.parameters():
         loader = getattr(parameter, "weight_loader", None)
         if isinstance(loader, partial):
@@ -160,12 +157,11 @@ def repack_head(model: torch.nn.Module) -> None:
 
 
 def names(model: torch.nn.Module) -> set[str]:
-    """Return weights that a policy has to bring; FP8's attention scales stay at 1."""
+    """A policy has to bring these; FP8's attention scales stay at 1."""
     return {name for name, _ in model.named_parameters() if not name.endswith(ATTENTION_SCALES)}
 
 
 def partly_loaded(model: torch.nn.Module) -> set[str]:
-    """Return layers that a reload has loaded in part."""
     kinds = LinearBase | RoutedExperts
     layers = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, kinds))
     return {name for name, layer in layers if get_layerwise_info(layer).load_numel > 0}

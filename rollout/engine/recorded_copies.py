@@ -23,7 +23,7 @@ class Recording:
     """The copies from one staging copy into parameters at `addresses`."""
 
     source: torch.Tensor
-    """Keeps the staging copy's address from being used again."""
+    """Keeps its address from being used again."""
     addresses: list[int]
     groups: list[Pairs]
     problem: str
@@ -43,7 +43,7 @@ class RecordedCopies:
     def load(self, weights: Iterator[tuple[str, torch.Tensor]], held: Collection[str] = ()) -> object:
         """Load views of one staging copy, which fill all parameters but `held`.
 
-        Return what `load_weights` returned, None if it was not needed. Records again if anything has moved.
+        Return what `load_weights` returned, or None. Records again if anything has moved.
         """
         first = next(weights)
         weights = chain([first], weights)
@@ -96,7 +96,7 @@ class Recorder(TorchDispatchMode):
 
     def problem(self, parameters: Iterable[torch.Tensor], padded: bool = False) -> str:
         """Return why the copies are not the whole load: another operation, or, unless `padded`, a byte not written
-        exactly once."""
+        once."""
         if self._odd:
             return f"load_weights also runs {self._odd[0]}"
         if padded:
@@ -113,8 +113,7 @@ class Recorder(TorchDispatchMode):
 
 
 def grouped(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Pairs]:
-    """Group by dtypes and density: `_foreach_copy_` fuses a list only if all of it has one pair of dtypes and equal,
-    dense strides."""
+    """Group copies: `_foreach_copy_` fuses only lists with one pair of dtypes and equal, dense strides."""
     groups: dict[tuple[Any, ...], Pairs] = {}
     for target, source in copies:
         dense = target.is_contiguous() and source.is_contiguous()

@@ -1,6 +1,6 @@
 """Loads policies from the parts of weights that vLLM's loaders take for one worker.
 
-`find` runs `model.load_weights` on tensors without values and notes the copied regions; the worker stages these
+`find` runs `model.load_weights` without values and notes the copied regions; the worker stages these
 (`learner/weights/slices.py`), and `load` copies them on the current stream.
 """
 
@@ -21,12 +21,10 @@ LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
 
 @dataclass
 class Loading:
-    """How regions get into parameters at `addresses`."""
-
     addresses: list[int]
     targets: dict[Region, list[torch.Tensor]]
     fills: list[Callable[[], object]]
-    """Further writes of the loaders, made once."""
+    """Further writes, made once."""
     groups: dict[tuple[int, int], list[Pairs]] = field(default_factory=dict)
 
 

@@ -1,4 +1,4 @@
-"""Limits of a reward server's requests: number, body's size and time, names and pages."""
+"""Limits requests to a reward server: number, size, time, names and pages."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -57,8 +57,6 @@ class RequestLimits:
 
 
 class BodyRefused(Exception):
-    """A body is too long, or takes too long."""
-
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
         self.status = status
@@ -85,7 +83,7 @@ class LimitedBody:
 
 
 class MarkedResponse:
-    """Adds headers for browsers to a response."""
+    """Adds headers for browsers."""
 
     def __init__(self, send: Send) -> None:
         self._send, self.begun = send, False
@@ -98,7 +96,6 @@ class MarkedResponse:
 
 
 async def refuse(send: Send, status: int, reason: str) -> None:
-    """Answer with an error as text."""
     headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close"), *ADDED]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": reason.encode()})

@@ -50,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run_api_server(keys: Path, words: Sequence[str], cpu: bool) -> None:
-    """Run vLLM's API server in this process until a signal comes."""
+    """Run vLLM's API server in this process until a signal."""
     os.environ[KEYS_VARIABLE] = str(keys.absolute())
     for key, value in environment(cpu).items():
         os.environ.setdefault(key, value)
@@ -61,7 +61,6 @@ def run_api_server(keys: Path, words: Sequence[str], cpu: bool) -> None:
 
 
 def check_reward_server(config: Config) -> None:
-    """Raise ConfigError with every contradiction."""
     further = [*unknown_fields(config.reward.engine, "reward"), *unreadable_variables(), *moved()]
     if config.reward.model is None:
         further = [*further, "reward.model: missing; name the folder of a sequence classification model"]
@@ -99,7 +98,7 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
 
 
 class TokenGate:
-    """Refuses requests without the token, except `GET /health`, and notes for the keeper that it has scored."""
+    """Refuses requests without the token, except `GET /health`; notes scored ones for the keeper."""
 
     host: ClassVar[str] = ""
     scores: ClassVar[str] = "/classify"
@@ -128,7 +127,6 @@ class TokenGate:
 
 
 async def refuse(scope: dict[str, Any], send: Callable[..., Any]) -> None:
-    """Answer 401, or close a web socket."""
     if scope["type"] != "http":
         await send({"type": "websocket.close", "code": 1008})
         return

@@ -41,12 +41,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def check_teacher_server(config: Config) -> None:
-    """Raise ConfigError with every contradiction."""
     check(config, files=("teacher.model",), further=[*unknown_arguments(config), *unreadable_variables(), *moved()])
 
 
 def unknown_arguments(config: Config) -> list[str]:
-    """List teachers' engine arguments that the installed vLLM lacks."""
     lines = []
     for source, each in config.teacher.teachers.items():
         key = key_of(config.teacher, source)

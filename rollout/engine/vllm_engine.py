@@ -54,13 +54,11 @@ START_S = 600.0
 
 
 class Engine:
-    """One vLLM engine, made by `start`."""
-
     def __init__(self, llm: AsyncLLM, reports: Reports, requests: JoinedRequests) -> None:
         self._llm, self._reports, self._requests = llm, reports, requests
         self._version = self._loads = self._folders = 0
         self.tower_frozen = False
-        """No policy changes what sees images, so vLLM encodes an image once."""
+        """vLLM encodes each image once."""
         self.routes: ReturnedRoutes | None = None
         self._numbers = itertools.count()
         self._pausing = asyncio.Lock()
@@ -68,7 +66,7 @@ class Engine:
 
     @classmethod
     async def start(cls, config: Config, seed: int, early: EarlyProcess | None = None) -> "Engine":
-        """Start vLLM with dummy weights, or the base with an empty adapter; `early` becomes its process. Raises
+        """Start with dummy weights, or the base with an empty adapter; `early` becomes vLLM's process. Raises
         ConfigError, EngineDead."""
         cpu = on_cpu(config)
         if problems := list(unserved_shapes(config, cpu)):
@@ -84,7 +82,7 @@ class Engine:
 
     @classmethod
     async def launch(cls, arguments: dict[str, Any]) -> "Engine":
-        """Raises ConfigError for a model without support for policies or returned routes, EngineDead."""
+        """Raises ConfigError if vLLM takes no policies or returns no routes, EngineDead."""
         reports = Reports()
         # they block SIGTERM, so they work through the drain when a job gets it
         with translate_engine_errors(), final_failures(), blocked(signal.SIGTERM):
@@ -130,7 +128,7 @@ class Engine:
 
         Log-probabilities are under `temperature`. Prompts are cached under `salt`. The first `routed` tokens need no
         routes.
-        Raises EpisodeError for refused tokens, EngineError for this request's other errors, EngineDead.
+        Raises EpisodeError for refused tokens, EngineError for other errors of this request, EngineDead.
         """
         salt = salt or self.salt
 
@@ -173,7 +171,7 @@ class Engine:
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
-        """Stop generation while weights are received into place; unfinished sequences go on afterwards."""
+        """Stop generation while weights are received into place; sequences go on afterwards."""
         async with self._pausing:
             pause = self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
             await self.call_or_death(pause, None)
@@ -183,7 +181,7 @@ class Engine:
                 await self.call_or_death(self._llm.resume_generation(), None)
 
     async def collective(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        """Return every worker's answer, by rank. Raises EngineError, or EngineDead after `timeout_s`."""
+        """Return all workers' answers, by rank. Raises EngineError, or EngineDead after `timeout_s`."""
         call = self._llm.collective_rpc(method, args=args)
         try:
             answers: list[Any] = await self.call_or_death(call, timeout_s)
@@ -192,7 +190,7 @@ class Engine:
         return answers
 
     async def load_trial(self, changed: str, timeout_s: float) -> None:
-        """Load random weights, with the kind `changed` in another way (`experts/trial_weights.py`)."""
+        """Load random weights, the kind `changed` in another way (`experts/trial_weights.py`)."""
         await self.collective("rl_load_trial", changed, timeout_s=timeout_s)
         self._loads += 1
 
@@ -206,7 +204,7 @@ class Engine:
         await self.collective("rl_ping", timeout_s=timeout_s)
 
     async def died(self) -> None:
-        """Wait for the death of vLLM's process, then raise EngineDead."""
+        """Wait for the death of vLLM's process; raise EngineDead."""
         handler = self._llm.output_handler
         if handler is not None:
             await asyncio.wait([handler])
@@ -214,7 +212,7 @@ class Engine:
 
     @property
     def version(self) -> int:
-        """Set once the workers have loaded it; drops what other weights cached."""
+        """Set after the workers' load; drops what other weights cached."""
         return self._version
 
     @version.setter
@@ -236,7 +234,7 @@ class Engine:
         return self._reports.tokens
 
     def stats(self) -> dict[str, float]:
-        """Return vLLM's last report; means and the longest stall are since the last call."""
+        """Return vLLM's last report; means and the longest stall since the last call."""
         (then, before), now, reports = self._last_stats, time.monotonic(), self._reports
         self._last_stats = (now, reports.tokens)
         stall_s, reports.stall_s = reports.stall_s, 0.0
@@ -250,7 +248,7 @@ class Engine:
         }
 
     def sequences_by_kv(self, mean_tokens: float) -> int:
-        """Return how many sequences the KV cache holds, with half a block to spare."""
+        """Return how many sequences the KV cache holds."""
         cache = self._llm.vllm_config.cache_config
         assert cache.num_gpu_blocks is not None
         return int(cache.num_gpu_blocks / (mean_tokens / cache.block_size + 0.5))
@@ -276,8 +274,7 @@ class Engine:
 
     @property
     def salt(self) -> str:
-        """Changes with each load. A sample of several turns keeps its first salt, so that its history is not computed
-        again."""
+        """Changes with each load. A sample of several turns keeps its first salt: its history is not computed again."""
         return str(self._loads)
 
     def _input(self, tokens: list[int], images: Sequence[PlacedImage], salt: str) -> Any:
@@ -288,7 +285,7 @@ class Engine:
 
 
 def sampling_parameters(max_tokens: int, temperature: float, stop_token_ids: Sequence[int]) -> SamplingParams:
-    """Asking for log-probabilities makes our scheduler keep them until the end."""
+    """Asking for log-probabilities makes our scheduler keep them."""
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,

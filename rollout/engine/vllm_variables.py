@@ -1,4 +1,4 @@
-"""Checks vLLM's environment variables at the start, because vLLM reads each only when it needs it."""
+"""Checks vLLM's environment variables at the start: vLLM reads each only when it needs it."""
 
 import os
 from collections.abc import Iterator, Mapping

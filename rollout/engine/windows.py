@@ -1,4 +1,4 @@
-"""Corrects sliding windows that vLLM makes one token longer than transformers and the learner: Cohere's.
+"""Corrects Cohere's sliding windows, which vLLM makes one token longer than transformers and the learner.
 
 Log-probabilities of longer samples would differ.
 """
@@ -14,7 +14,7 @@ DEFAULT = 4096
 
 
 def window_override(model_path: str) -> dict[str, Any]:
-    """Return what vLLM reads in place of the model's window, such as `{"sliding_window": 4095}`, or {}.
+    """Return what vLLM reads as its window, such as `{"sliding_window": 4095}`, or {}.
 
     Raises ConfigError for an unreadable config.json.
     """
@@ -26,7 +26,6 @@ def window_override(model_path: str) -> dict[str, Any]:
 
 
 def adds_one() -> bool:
-    """Return whether the installed vLLM adds one to the window."""
     node = attention_of_cohere()
     return node is not None and any(_is_sum(each) for each in ast.walk(node))
 

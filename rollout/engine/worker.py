@@ -1,6 +1,6 @@
-"""Headrace's part of each vLLM worker: stamps samples with versions, receives weights and loads them between two steps.
+"""Headrace's part of each vLLM worker: stamps samples with versions, receives weights, loads them between two steps.
 
-vLLM mixes `WorkerExtension` into its worker class. The prefix `rl_` avoids vLLM's names. No method waits for the GPU.
+vLLM mixes `WorkerExtension` into its worker class. `rl_` avoids vLLM's names. No method waits for the GPU.
 """
 
 import time
@@ -23,7 +23,7 @@ report_final_failures()  # vLLM's engine process imports this module before it b
 
 
 class WorkerExtension:
-    """Uses `device`, `rank`, `model_runner` and `vllm_config` of vLLM's worker."""
+    """Uses attributes of vLLM's worker."""
 
     device: torch.device
     rank: int
@@ -45,7 +45,7 @@ class WorkerExtension:
         return refusal(model, self.vllm_config) or (cannot_be_tried(self.vllm_config.model_config) if tried else "")
 
     def rl_trial_kinds(self) -> list[str]:
-        """Return kinds of weights whose loads must be tried; none if loads were compared."""
+        """Return kinds of weights whose loads must be tried."""
         needed = needs_trial(self.model_runner.get_model(), self.vllm_config)
         return self.rl_trial_weights.kinds() if needed else []
 
@@ -61,11 +61,11 @@ class WorkerExtension:
         return {"backend": backend_of(self.device)}
 
     def rl_ping(self) -> float:
-        """An answer shows that the engine is not stuck."""
+        """Shows that the engine is not stuck."""
         return time.monotonic()
 
     def rl_stamp(self, version: int) -> None:
-        """Called once before anything is generated."""
+        """Called before anything is generated."""
         if self.rl_version is None:
             sample = self.model_runner.sample_tokens
             self.model_runner.sample_tokens = lambda grammar_output: stamped(sample(grammar_output), self.rl_version)
@@ -91,7 +91,7 @@ class WorkerExtension:
         self.rl_staging.receive(go, notify)
 
     def rl_abort(self) -> bool:
-        """Stop receiving. Return whether the buckets are free; if not, the next report frees them."""
+        """Return whether the buckets are free; if not, the next report frees them."""
         return self.rl_staging is None or self.rl_staging.abort()
 
     def rl_load(self, version: int) -> None:
@@ -111,7 +111,7 @@ class WorkerExtension:
 
 
 class StampedOutput(AsyncModelRunnerOutput):
-    """A step's output on the GPU, with the version at its launch."""
+    """Keeps the version at a step's launch."""
 
     def __init__(self, output: AsyncModelRunnerOutput, version: int | None) -> None:
         self.output, self.version = output, version
@@ -127,7 +127,7 @@ class StampedOutput(AsyncModelRunnerOutput):
 
 
 def stamped(output: Any, version: int | None) -> Any:
-    """Stamp the output now: its tokens may be taken after the next load."""
+    """Stamp an output whose tokens may be taken after the next load."""
     if isinstance(output, AsyncModelRunnerOutput):
         return StampedOutput(output, version)
     if isinstance(output, ModelRunnerOutput):

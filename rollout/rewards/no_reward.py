@@ -1,4 +1,4 @@
-"""A run without a reward (`reward.function: none`), which learns from a teacher alone."""
+"""`reward.function: none`: a run that learns from a teacher alone."""
 
 from collections.abc import Sequence
 
@@ -6,8 +6,6 @@ from rollout.rewards.convention import Answer, Score
 
 
 class NoReward:
-    """Each reward is 0."""
-
     asks = frozenset[str]()
 
     async def __aenter__(self) -> "NoReward":

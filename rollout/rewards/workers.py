@@ -1,6 +1,6 @@
-"""Reward workers: processes that score answers and can be killed, whatever a reward function does.
+"""Reward workers: processes that score answers and can be killed.
 
-A function that takes longer than `reward.timeout_s`, ends its process or raises gives a RewardError, never a reward.
+A function that is too slow, ends its process or raises gives a RewardError, never a reward.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ MOST_LOSSES = 3
 
 
 class RewardPool:
-    """A cage of workers for each reward function. Entering raises ValueError."""
+    """Workers for each reward function. Entering raises ValueError."""
 
     def __init__(self, config: RewardConfig, log: Path | None = None, keys: Path | None = None) -> None:
         self._several, self._servers = not isinstance(config.function, str), OwnServers(config.urls)
@@ -67,8 +67,6 @@ class RewardPool:
 
 
 class PartScorer:
-    """One reward function and its workers."""
-
     def __init__(
         self, config: RewardConfig, number: int, servers: OwnServers | None, log: str | None, keys: Path | None
     ) -> None:
@@ -119,7 +117,7 @@ class PartScorer:
 
 
 def weighted(parts: Sequence[RewardPart], scores: Sequence[Score]) -> Score:
-    """The weighted sum, with metrics `{"format": 1.0, "format/solved": 0.0}`."""
+    """Return the weighted sum, with metrics `{"format": 1.0, "format/solved": 0.0}`."""
     metrics: dict[str, float] = {}
     for part, score in zip(parts, scores, strict=True):
         metrics[part.metric] = score.reward

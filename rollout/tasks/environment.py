@@ -1,4 +1,4 @@
-"""In a worker: an environment's host process, in the Python that the environment is installed in, and its episodes.
+"""In a worker: an environment's host process, and its episodes.
 
 The worker ends as the host ends: the cage starts both anew.
 """
@@ -29,7 +29,7 @@ LONGEST_LINE = 2**26
 
 
 def load_environment(environment: dict[str, Any]) -> Play:
-    """The episodes of `rollout.environment`. Raises ValueError."""
+    """Raises ValueError."""
     name = environment_name(environment)
     relay = Relay(start_host(environment))
 
@@ -50,7 +50,6 @@ def load_environment(environment: dict[str, Any]) -> Play:
 
 
 def environment_name(environment: dict[str, Any]) -> str:
-    """What an environment is called in errors."""
     return f"environment {environment['id']}"
 
 
@@ -74,7 +73,7 @@ def start_host(environment: dict[str, Any]) -> subprocess.Popen[bytes]:
 
 
 class Relay:
-    """Sends requests to a host. Kills one that does not confirm a cancellation within `grace_s`."""
+    """Asks a host, and kills it unless it confirms a cancellation within `grace_s`."""
 
     def __init__(self, host: subprocess.Popen[bytes], grace_s: float = GRACE_S) -> None:
         self.host, self.grace_s = host, grace_s
@@ -84,7 +83,7 @@ class Relay:
         self._connected: asyncio.Task[asyncio.WriteTransport] | None = None
 
     async def ask(self, request: dict[str, Any]) -> Any:
-        """The host's answer. Cancelling this cancels the request at the host."""
+        """Cancelling this cancels the request at the host."""
         if self._connected is None:  # its time belongs to no episode
             self._connected = asyncio.get_running_loop().create_task(self._connect(), context=Context())
         writer, number = await asyncio.shield(self._connected), next(self._numbers)
@@ -121,7 +120,7 @@ class Relay:
         self._end()
 
     def _end(self) -> NoReturn:
-        """End as the host has ended, so that the server learns how."""
+        """End as the host ended, so that the server learns how."""
         code = self.host.wait()
         if code < 0:
             with suppress(OSError):

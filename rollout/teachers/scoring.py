@@ -1,4 +1,4 @@
-"""The run's teachers: each group goes to the teacher of its row's `data_source`."""
+"""The run's teachers, each for the rows of its `data_source`."""
 
 import time
 from collections.abc import Sequence
@@ -24,7 +24,7 @@ MOST_LOSSES = 3
 
 
 class Teachers:
-    """All teachers of the run. Raises ValueError, and KeysError when entered."""
+    """Raises ValueError, and KeysError when entered."""
 
     def __init__(self, config: TeacherConfig, keys: Path) -> None:
         self._by_source, self._keys = {source: Teacher(config, source) for source in config.teachers}, keys
@@ -66,8 +66,6 @@ class Teachers:
 
 
 class Teacher:
-    """One teacher and its servers."""
-
     def __init__(self, config: TeacherConfig, source: str) -> None:
         self.source, given, urls = source, config.teachers[source], config.urls_of(source)
         key = key_of(config, source)
@@ -122,7 +120,6 @@ class Text(NamedTuple):
 
 
 def segments(trajectory: Trajectory) -> list[Text]:
-    """The texts of a sample: usually one."""
     columns = columns_of(trajectory)
     tokens, sampled = columns["tokens"].tolist(), columns["sampled"].astype(bool)
     bounds = pairwise([*trajectory.starts, len(tokens)])
@@ -130,7 +127,7 @@ def segments(trajectory: Trajectory) -> list[Text]:
 
 
 def joined(opinions: Sequence[Opinion]) -> Opinion:
-    """What a teacher gave for a sample, from that of its segments."""
+    """Join the opinions on a sample's segments."""
     ids = [each.ids for each in opinions if each.ids is not None]
     top = [each.top for each in opinions if each.top is not None]
     tops = (np.concatenate(ids), np.concatenate(top)) if ids and top else ()

@@ -1,7 +1,7 @@
-"""The process of `renderer.py`: compiles and renders Jinja templates in Jinja's sandbox.
+"""The process of `renderer.py`: renders Jinja templates in Jinja's sandbox.
 
 The kernel ends it when a request takes too much processor time (SIGPROF), even inside one call of C. Imports nothing
-that takes long.
+slow.
 """
 
 import json
@@ -28,7 +28,7 @@ ERROR_CHARACTERS = 2000
 
 
 class GenerationTag(Extension):
-    """The tag `generation`: its body is rendered as it stands."""
+    """The tag `generation`, whose body is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012  # Jinja's own form
 
@@ -54,7 +54,7 @@ def to_json(
 
 
 def chat_environment() -> jinja2.Environment:
-    """The environment of transformers' chat templates; a test compares both."""
+    """As transformers' for chat templates; a test compares both."""
     made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols])
     made.filters["tojson"] = to_json
     made.globals |= {"raise_exception": raise_exception, "strftime_now": lambda form: datetime.now().strftime(form)}
@@ -62,7 +62,7 @@ def chat_environment() -> jinja2.Environment:
 
 
 def text_environment(keep_last_line_break: bool) -> jinja2.Environment:
-    """For templates of texts, in which a name that is not there is an error."""
+    """A missing name is an error."""
     return ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=keep_last_line_break)
 
 
@@ -75,12 +75,11 @@ ENVIRONMENTS: Mapping[str, jinja2.Environment] = {
 
 @lru_cache(CACHED)
 def compiled(kind: str, source: str) -> jinja2.Template:
-    """The template `source`, compiled once."""
     return ENVIRONMENTS[kind].from_string(source)
 
 
 def rendered(template: jinja2.Template, names: Mapping[str, Any], most: int) -> str | None:
-    """Returns None above `most` characters."""
+    """Return None above `most` characters."""
     pieces, size = [], 0
     for piece in template.generate(names):
         size += len(piece)
@@ -91,7 +90,7 @@ def rendered(template: jinja2.Template, names: Mapping[str, Any], most: int) -> 
 
 
 def answer(kind: str, source: str, names: Mapping[str, Any] | None, most: int) -> list[Any]:
-    """`["text", ...]`, or why there is none. Without `names` the template is only compiled."""
+    """Return `["text", ...]`, or why there is none. Without `names`, only compile."""
     try:
         template = compiled(kind, source)
         text = "" if names is None else rendered(template, names, most)
@@ -113,7 +112,6 @@ def _text(error: Exception) -> str:
 
 
 def serve(fd: int, processor_s: float, memory: int) -> None:
-    """Answer requests until the socket is closed."""
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)

@@ -11,7 +11,6 @@ from rollout.engine.door.leant_on import installed
 
 
 def vllm_fields() -> Iterator[str]:
-    """Yield the fields of AsyncEngineArgs."""
     source = installed()
     found = source.find("vllm.engine.arg_utils.AsyncEngineArgs") if source is not None else None
     if source is not None and found is not None:
@@ -19,14 +18,13 @@ def vllm_fields() -> Iterator[str]:
 
 
 def registered(package: str, table: str) -> Iterator[str]:
-    """Yield the names in a dict literal of parsers."""
+    """Yield the names in a table of parsers, a dict literal."""
     node = definition(f"vllm.{package}.{table}")
     if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict):
         yield from (str(key.value) for key in node.value.keys if isinstance(key, ast.Constant))
 
 
 def cpu_head_sizes() -> Iterator[int]:
-    """Yield the head sizes of vLLM's attention on a CPU."""
     node = definition("vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend.get_supported_head_sizes")
     for line in statements(node) if node is not None else ():
         if isinstance(line, ast.Return) and isinstance(line.value, ast.List):

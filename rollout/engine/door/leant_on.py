@@ -1,7 +1,7 @@
 """Everything of vLLM that Headrace leans on: each symbol with its attributes, parameters and reason.
 
-Whoever uses more of vLLM adds it here. `moved` judges the installed release, `make next-vllm` one that was never run.
-Only the modules `vllm_*.py` import vLLM; tests compare them with this table.
+Add here what is newly used. `moved` judges the installed release, `make next-vllm` one that was never run. Only the
+modules `vllm_*.py` import vLLM; tests compare them with this table.
 """
 
 from collections.abc import Iterator
@@ -423,5 +423,4 @@ def lacking() -> tuple[str, ...]:
 
 
 def moved() -> Iterator[str]:
-    """Yield what is lacking, with the remedy."""
     yield from (f"vllm {line}; {REMEDY}" for line in lacking())

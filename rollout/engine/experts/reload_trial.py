@@ -1,9 +1,9 @@
 """Tries at the start whether vLLM loads policies into a mixture of experts that nobody has compared.
 
-It loads random weights A, as every policy is, then A with each kind of weight changed in turn, then B, then A again.
-Each change must change log-probabilities, and A must have the same ones again. Decoded tokens must have the
-log-probabilities that a prompt of them has, because decoding may read other copies of weights. A place that is wrong in
-every load stays unseen; the probe of the first policy compares it with the learner.
+It loads random weights A, A with each kind of weight changed in turn, B, then A again. Each change must change
+log-probabilities, and A must give the same ones again. Decoded tokens must have the log-probabilities that a prompt of
+them has, because decoding may read other copies of weights. A place that is wrong in every load stays unseen; the probe
+of the first policy compares it with the learner.
 """
 
 import logging
@@ -20,10 +20,10 @@ from rollout.errors import EngineDead, EngineError
 
 log = logging.getLogger(__name__)
 LENGTHS = (512, 64, 23)
-"""Tokens of texts: enough to give some to each of hundreds of experts."""
+"""Tokens of the texts: enough that each of some hundred experts reads some."""
 DECODED = 16
 STALE = 0.25
-"""Share of the distance from A to B by which decoded tokens may be off; rounding takes a tenth of it."""
+"""Share of the distance from A to B that decoded tokens may be off; rounding takes a tenth."""
 LOAD_S = 600.0
 
 
@@ -39,7 +39,7 @@ class TriedEngine(Protocol):
 
 
 async def try_reloads(engine: TriedEngine, kinds: Sequence[str]) -> None:
-    """Raise ConfigError, naming the kind of weight, if a load is wrong or kills vLLM."""
+    """Raise ConfigError if a load is wrong or kills vLLM."""
     try:
         await _try_all(engine, kinds)
     except (EngineDead, EngineError) as error:
@@ -64,8 +64,7 @@ async def _try_all(engine: TriedEngine, kinds: Sequence[str]) -> None:
 
 
 def drawn_texts(vocabulary: int, longest: int) -> list[list[int]]:
-    """Draw random texts. `longest` leaves room for tokens decoded after the last, and for one that vLLM samples after
-    each scored text."""
+    """`longest` has room for tokens decoded after the last text, and for one that vLLM samples after each scored one."""
     draw, room = random.Random(0), longest - DECODED - 1
     return [[draw.randrange(vocabulary) for _ in range(max(2, min(length, room)))] for length in LENGTHS]
 
@@ -83,7 +82,7 @@ async def _scores(engine: TriedEngine, texts: Sequence[list[int]]) -> list[float
 
 
 async def _decoding_is_off(engine: TriedEngine, prompt: list[int]) -> float:
-    """Return the mean difference of decoded tokens' log-probabilities from those of a prompt."""
+    """Compare decoded tokens' log-probabilities with those of a prompt."""
     answer = await engine.generate(prompt, DECODED, 1.0)
     read = (await engine.probe(prompt + list(answer.tokens)))[len(prompt) - 1 :]
     return _mean(list(answer.logprobs), read)

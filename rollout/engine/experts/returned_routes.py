@@ -1,7 +1,6 @@
 """The experts that vLLM chose: kept until a sequence ends, and checked.
 
-A row is [layers, k]: the experts that read one token. vLLM returns a row of each token but the last sampled one, from
-the
+A row is [layers, k]: the experts that read one token. vLLM returns a row per token but the last sampled one, from the
 computation that sampled the next. Some kernels report no choice: their rows are silently zeros.
 """
 
@@ -17,7 +16,7 @@ CHECKED_TOKENS = 64
 
 
 class RowsKept:
-    """Copies of rows: the steps' arrays would stay in memory for all of their sequences."""
+    """Copies rows: the steps' arrays would stay in memory for all of their sequences."""
 
     def __init__(self) -> None:
         self._data, self._like = bytearray(), np.zeros((0, 0, 0), np.uint8)
@@ -39,7 +38,7 @@ class ReturnedRoutes:
         self._experts, self._k = num_experts(config), int(config["num_experts_per_tok"])
 
     def checked(self, rows: np.ndarray | None, tokens: int) -> np.ndarray:
-        """Return rows [tokens, layers, k] of layers with experts. Raises EngineDead for rows that cannot be right."""
+        """Return rows [tokens, layers, k] of layers with experts. Raises EngineDead for impossible rows."""
         if rows is None:
             raise EngineDead(f"{SILENT} no routes with {tokens} tokens{REMEDY}")
         shape, dtype = (tokens, self._all_layers, self._k), "uint8" if self._experts <= 256 else "uint16"

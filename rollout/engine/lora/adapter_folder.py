@@ -27,15 +27,13 @@ SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MANIFEST = "manifest.json"
 PREFIX = "base_model.model."
 STILL_S = 30.0
-"""Interval of log lines while a model is read."""
+"""Interval of log lines."""
 UNSERVED = ("use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication")
 """PEFT's settings that change what an adapter computes."""
 
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """Settings and layers of an adapter, without its tensors."""
-
     folder: Path
     rank: int
     scale: float
@@ -72,8 +70,8 @@ class AdapterFolder:
         return cls(folder, rank, scale, settings.get("base_model_name_or_path") or "", layers)
 
     def problem(self, path: str) -> str:
-        """Return why the model at `path` is not the base, by name, digest or shapes, or "". Raises ValueError if it
-        cannot be read."""
+        """Return why the model at `path` is not the base, by name, digest or shapes, or "". Raises ValueError if it is
+        unreadable."""
         if self.base and not same_model(self.base, path):
             if not (known := base_digest(self.folder.parent)):
                 return f"an adapter of {self.base}"
@@ -94,7 +92,7 @@ def shapes_in(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
 
 
 def without_part(name: str) -> str:
-    """Drop the part's name for text models within others, which some files lack."""
+    """Drop the word for a text model within another, which some files lack."""
     return name.replace("language_model.", "")
 
 
@@ -103,14 +101,14 @@ def is_adapter(folder: Path) -> bool:
 
 
 def same_model(one: str, other: str) -> bool:
-    """Compare by real paths, or by last parts if one is not here."""
+    """Compare real paths, or only their last parts if one is not here."""
     if Path(one).is_dir() and Path(other).is_dir():
         return Path(one).resolve() == Path(other).resolve()
     return Path(one).name == Path(other).name
 
 
 def base_digest(checkpoint: Path) -> str:
-    """Return the learner's digest of the base in a checkpoint, or ""."""
+    """Return the learner's digest of the base, or ""."""
     manifest = checkpoint / MANIFEST
     found = json.loads(manifest.read_text(encoding="utf-8")).get("adapter") if manifest.is_file() else None
     return str(found["base"]) if isinstance(found, dict) and "base" in found else ""
@@ -123,7 +121,7 @@ def digest_like(checkpoint: Path, path: str) -> str:
 
 
 def last_word(command: Sequence[str], every_s: float = STILL_S) -> str:
-    """Return the last word that `command` writes. Raises ValueError if it fails."""
+    """Return the command's last word. Raises ValueError if it fails."""
     began = time.monotonic()
     with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True) as process:
         try:
@@ -146,8 +144,8 @@ def last_word(command: Sequence[str], every_s: float = STILL_S) -> str:
 
 
 def evaluated_as(config: Config, models: Sequence[Path]) -> Config:
-    """Return `config` with the `model.lora` that `models` need. Raises ConfigError for an adapter of another base, or
-    other whole weights beside adapters; ValueError as `problem`."""
+    """Add the `model.lora` that `models` need. Raises ConfigError for an adapter of another base, or other whole
+    weights beside adapters; ValueError as `problem`."""
     path, lora, problems = config.model.path, None, []
     adapters = [AdapterFolder.read(model) for model in models if is_adapter(model)]
     for adapter in adapters:

@@ -1,7 +1,8 @@
 """Loads an adapter into the one slot of vLLM's LoRA layers; the base comes from `model.path`.
 
-`stream` runs in the staging's thread while the engine is paused, all else between two engine steps. A slot keeps its
-addresses, so CUDA graphs stay valid. Tensors come with `lora_B` multiplied by alpha / rank.
+`stream` runs in the staging's thread while the engine is paused, all else between two steps. A slot keeps its
+addresses,
+so CUDA graphs stay valid. Tensors come with `lora_B` multiplied by alpha / rank.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -44,7 +45,7 @@ class AdapterLoad:
         self._slot.load_weights((name, tensor.clone()) for name, tensor in weights)
 
     def load_folder(self, folder: Path) -> None:
-        """Load an adapter, or none for the base. Raises ValueError."""
+        """A base clears the slot. Raises ValueError."""
         self._copies.forget()  # repeated copies would leave what a higher rank wrote
         if is_adapter(folder):
             scale = AdapterFolder.read(folder).scale
@@ -57,7 +58,7 @@ class AdapterLoad:
 
 
 class AdapterSlot:
-    """The slot as a model whose buffers are its parameters."""
+    """A model whose parameters are the slot's buffers."""
 
     def __init__(self, manager: Any, device: torch.device) -> None:
         self._manager, self._inner, self._device = manager, manager._adapter_manager, device
@@ -77,12 +78,12 @@ class AdapterSlot:
                 yield from ((f"{name}{kind}.{index}", buffer) for index, buffer in enumerate(buffers))
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Raises ValueError if a layer of `model.lora.targets` is missing."""
+        """Raises ValueError if a target layer is missing."""
         self.place(weights, whole=True)
 
     def place(self, weights: Iterator[tuple[str, torch.Tensor]], whole: bool = False) -> None:
-        """Zero the slot and copy this worker's share into it. Raises ValueError if vLLM lacks a layer, or, with
-        `whole`, the adapter lacks a target."""
+        """Zero the slot, then copy this worker's share. Raises ValueError if vLLM lacks a layer, or, with `whole`, the
+        adapter a target."""
         tensors, lora_config = dict(weights), self._manager.lora_config
         rank = max(tensor.shape[0] for name, tensor in tensors.items() if name.endswith(LORA_A))
         # if alpha is the rank, vLLM does not multiply the staging copy in place

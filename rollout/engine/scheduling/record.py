@@ -1,5 +1,3 @@
-"""What was sampled for a sequence, until it ends."""
-
 from array import array
 from dataclasses import dataclass, field
 from typing import Any
@@ -14,7 +12,7 @@ SAME = ("client_index", "arrival_time", "mm_features", "lora_request", "cache_sa
 
 @dataclass(eq=False, slots=True)
 class Record:
-    """Samples of one request: [tokens] float32, [tokens] int32, and routes."""
+    """What was sampled for one request: [tokens] float32 and int32, and its routes."""
 
     request: Request
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
@@ -22,7 +20,7 @@ class Record:
     rows: RowsKept = field(default_factory=RowsKept)
     stops: frozenset[int] = frozenset()
     most: int = 0
-    """Tokens at which it ends in any case; 0: always vLLM's."""
+    """Tokens at which it ends in any case; 0: it is always vLLM's."""
 
     @classmethod
     def of(cls, request: Request, max_model_len: int) -> "Record":
@@ -33,7 +31,7 @@ class Record:
         return cls(request, stops=stops, most=most)
 
     def finish(self, output: EngineCoreOutput) -> None:
-        """Put the whole sequence into the last output, in vLLM's field for KV transfers."""
+        """Put the whole sequence into the last output, by vLLM's field for KV transfers."""
         output.new_token_ids = list(self.request.output_token_ids)
         if len(output.new_token_ids) != len(self.logprobs):
             counts = f"{len(output.new_token_ids)} tokens and {len(self.logprobs)} log-probabilities"
@@ -43,7 +41,7 @@ class Record:
 
 
 def alike(first: Request) -> list[Request]:
-    """Return a new request and those that it names. The prompt is hashed once, because this happens between steps."""
+    """Expand a request to all that it names. The prompt is hashed once, because this happens between steps."""
     given, made = first.sampling_params, [first]
     for name in ((given and given.extra_args) or {}).get(OTHERS, ()):
         same = {key: getattr(first, key) for key in SAME}

@@ -24,12 +24,10 @@ from rollout.engine.scheduling.record import Record, alike
 
 REPORT_S = 0.2
 END_WAITS = 0.01
-"""Share of their lifetime that finished sequences wait at most, to share a message, which wakes the front process."""
+"""Share of their lifetime that finished sequences may wait to share a message, which wakes the front process."""
 
 
 class KeepingScheduler(PlainSteps):
-    """Keeps the tokens of requests that ask for log-probabilities."""
-
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.rl_images: WeakValueDictionary[str, Any] = WeakValueDictionary()
@@ -50,14 +48,14 @@ class KeepingScheduler(PlainSteps):
         return super().schedule(throttle_prefills) if step is None else step
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
-        """For requests that end before their last token; None: all."""
+        """Requests end before their last token; None: all."""
         finished = super().finish_requests(request_ids, finished_status)
         for request in finished:
             self.rl_records.pop(request.request_id, None)
         return finished
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, EngineCoreOutputs]:
-        """Give vLLM the tokens without log-probabilities, and keep what it accepts."""
+        """vLLM gets the tokens without log-probabilities; what it accepts is kept."""
         logprobs, model_runner_output.logprobs = model_runner_output.logprobs, None
         step, before = scheduler_output, self.rl_tokens
         if self.rl_block and logprobs is not None and not logprobs.cu_num_generated_tokens:
@@ -138,7 +136,7 @@ class KeepingScheduler(PlainSteps):
 
 
 class KeepingAsyncScheduler(KeepingScheduler, AsyncScheduler):
-    """For vLLM's scheduling of a step before it has the tokens of the one before."""
+    """For steps that are scheduled before the tokens of the last one are there."""
 
 
 def scheduler(*, vllm_config: Any, **rest: Any) -> KeepingScheduler:
@@ -148,7 +146,7 @@ def scheduler(*, vllm_config: Any, **rest: Any) -> KeepingScheduler:
 
 
 class Reports(StatLoggerBase):
-    """The newest report, in the front process. `stall_s` is the longest since it was set to 0."""
+    """The newest report, in the front process. `stall_s`: the longest since it was set to 0."""
 
     def __init__(self) -> None:
         self.running = self.waiting = self.tokens = self.preempted = 0
