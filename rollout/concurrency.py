@@ -1,6 +1,6 @@
 """Limits how many samples a rollout server makes at a time.
 
-A sample holds a place until its task has ended, not while it is scored or stored.
+A sample holds a place until its task ends, not while it is scored or stored.
 """
 
 import asyncio
@@ -16,15 +16,15 @@ LENGTHS = 512
 GROWTH_PER_S = 1 / 16
 """From 32 to 512 sequences in 45 s."""
 NEARLY = 7 / 8
-"""Share at which places count as all taken; a cut leaves as many."""
+"""Share at which all places count as taken; a cut leaves as many."""
 LULL_S = 0.25
 """An Ask that takes longer begins a lull."""
 RETRY_S = 60.0
-"""Time without a preemption after which one more group is tried."""
+"""Time without a preemption before one more group is tried."""
 
 
 class Places:
-    """Places for groups of `samples`. A lower limit ends no running sample.
+    """A lower limit ends no running sample.
 
     `mean_tokens`: expected, then of recent samples.
     """
@@ -55,7 +55,7 @@ class Places:
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """Begin a lull if the Ask in the block is slow; its answer ends the lull."""
+        """Begin a lull if the Ask in the block is slow; its answer ends it."""
         timer = asyncio.get_running_loop().call_later(LULL_S, self.begin_lull)
         try:
             yield
@@ -100,7 +100,7 @@ class GroupPlaces:
 
 
 class SparePlaces:
-    """Places for single samples: `share` of all, at least one; in a lull all that are free."""
+    """`share` of all places, at least one; in a lull all that are free."""
 
     def __init__(self, places: Places, share: float) -> None:
         self._places, self._share, self.taken = places, share, 0
@@ -136,8 +136,8 @@ class Fixed:
 class Auto:
     """`rollout.sequences: auto`. The limit is the smallest of:
 
-    1. `wanted`: this server's share of a batch. It grows only while the learner waits and all places are taken, because
-       more sequences make older samples.
+    1. `wanted`: this server's share of a batch. It grows only while the learner waits and all places are taken: more
+       sequences make older samples.
     2. `max_num_seqs`, up to which vLLM has captured CUDA graphs.
     3. `by_kv`: sequences of mean length in the KV cache.
     4. After preemptions as many fewer, at most an eighth, and no further while more places are taken than the last cut
@@ -162,7 +162,7 @@ class Auto:
         return {name: max(limit, places.samples) for name, limit in limits.items()}
 
     def adapt(self, now: float, places: Places, engine: Mapping[str, float], learner_waits: bool) -> None:
-        """`learner_waits`: not for the run's first batch."""
+        """`learner_waits`: False for the run's first batch."""
         seconds, new = now - (self._seen_at or now), engine["preempted"] - self._preempted
         self._seen_at, self._preempted = now, engine["preempted"]
         limits = self.limits(places)

@@ -10,8 +10,8 @@ if TYPE_CHECKING:  # reward workers start faster without NumPy
 class EpisodeError(Exception):
     """An attempt at an item failed and is tried again. Tasks may raise it.
 
-    `permanent`: no attempt can succeed. `returned`: the item was not at fault. `origin`: type of the exception behind
-    it.
+    `permanent`: no attempt can succeed. `returned`: the item was not at fault. `origin`: the underlying exception's
+    type.
     """
 
     kind: "FailureKind" = "task"
@@ -66,8 +66,7 @@ class EngineError(EpisodeError, RuntimeError):
 class ChatRefused(ValueError):
     """A call of `chat` was refused; the episode may go on.
 
-    `code`: mostly OpenAI's. After `context_length_exceeded`, `turns_exceeded` or `time_exceeded` the episode counts as
-    truncated.
+    `code`: mostly OpenAI's. `context_length_exceeded`, `turns_exceeded` and `time_exceeded` truncate the episode.
     """
 
     def __init__(self, reason: str, code: str = "invalid_request_error") -> None:
@@ -76,11 +75,11 @@ class ChatRefused(ValueError):
 
 
 class EngineDead(RuntimeError):
-    """vLLM died, does not answer, or returned impossible values: the server ends."""
+    """vLLM died, does not answer, or returned impossible values."""
 
 
 def all_errors(error: BaseException) -> Iterator[BaseException]:
-    """Yield the exceptions that are no groups, in order."""
+    """Yield the exceptions inside groups, in order."""
     if isinstance(error, BaseExceptionGroup):
         for one in error.exceptions:
             yield from all_errors(one)

@@ -80,7 +80,7 @@ def check_evaluated(config: Config) -> None:
 
 
 def chosen_sets(config: Config, models: Sequence[Path], names: Sequence[str] = ()) -> list[ProblemSet]:
-    """Return the sets of `data.eval` called `names`, or all. Raises ConfigError."""
+    """Return the sets called `names`, or all. Raises ConfigError."""
     if not models:
         raise ConfigError([f"--models: name one or more folders in Hugging Face format; {USAGE}"])
     if not config.data.eval:

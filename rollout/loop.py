@@ -1,4 +1,4 @@
-"""The two loops of a rollout server. If either fails, the process ends with the cause."""
+"""The two loops of a rollout server. If either fails, the process ends."""
 
 import asyncio
 import logging
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 Ask = Callable[[int], Awaitable[list[WorkItem] | None]]
-"""Returns 1 to this many items; None: no more will come."""
+"""Returns 1 to this many items, or None at the end."""
 
 
 async def roll(ask: Ask, buffer: RolloutClient, episodes: Episodes, places: Places) -> None:

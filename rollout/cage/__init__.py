@@ -1,4 +1,4 @@
-"""Worker processes for users' code, which can end its worker process, but never the server.
+"""Worker processes for users' code, which can end its worker, but never the server.
 
     server            warden (one per worker)            worker
     Cage  <------------- calls, results ------------->  the user's function
@@ -21,10 +21,10 @@ GRACE_S = 4.0
 class CagedFunction:
     """A user's function, how a worker gets it, and its limits. None: no limit.
 
-    The worker calls `loader` (`module:function`) with `arguments`. `memory_gib` and `max_processes` include all that
-    the
-    worker started. `prefix` and a field's name are the run file's key. Worker 0 prints to `{log}-0.log`. A worker runs
-    one call at a time; if the function's `about` says `async`, up to `concurrency`; with `episodes`, any number of
+    The worker calls `loader` (`module:function`) with `arguments`. `memory_gib` and `max_processes` include all that it
+    started. `prefix` and a field's name are the run file's key. Worker 0 prints to `{log}-0.log`. A worker runs one
+    call at
+    a time; if the function's `about` says `async`, up to `concurrency`; with `episodes`, any number of
     `await function(problem, generate)`. A worker or a cancelled call has `grace_s` to end by itself.
     """
 
@@ -43,11 +43,11 @@ class CagedFunction:
     grace_s: float = GRACE_S
     cancel_again_s: float = 1.0
     concealed: Mapping[str, str] = field(default_factory=concealed, repr=False)
-    """Credentials, and their replacements in the log."""
+    """Credentials, and what replaces them in the log."""
 
 
 class CagedError(EpisodeError):
-    """A call of a user's function has no result; the text is one line.
+    """A call has no result; the text is one line.
 
     `origin`: an exception's type, or `died`, `timed_out`, `out_of_memory`, `unloadable`, `unanswerable` (the result
     cannot
@@ -64,4 +64,4 @@ class CagedError(EpisodeError):
 
 
 class Unloadable(CagedError, ValueError):
-    """The function cannot be loaded: bad input."""
+    """The function cannot be loaded."""

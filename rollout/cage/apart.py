@@ -3,8 +3,8 @@
     worker                 guard (one per episode)        the user's function or program
     run_apart  <-result--  waits; kills all below it  <-  its result, or its output
 
-Guard and program are forks of the worker. The guard is a subreaper; if it is killed, the program dies with it, and
-the warden kills the rest.
+Guard and program are forks of the worker. The guard is a subreaper; if it is killed, the program dies with it, and the
+warden kills the rest.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ Program = Callable[[int], object]
 
 @dataclass(frozen=True)
 class Apart:
-    """`memory`: the limit as text. `echo`: print all output, keep only its end. `files`: the worker's files that stay
+    """`memory`: the limit as text. `echo`: print all output, keep only its end. `files`: the worker's files to keep
     open."""
 
     name: str
@@ -158,8 +158,6 @@ def _wait(child: int, worker: socket.socket, said: "Said") -> tuple[str, str]:
 
 
 class Said:
-    """What the program writes."""
-
     def __init__(self, fd: int, echo: bool) -> None:
         self.fd, self.echo, self.kept, self.too_long = fd, echo, bytearray(), False
         os.set_blocking(fd, False)

@@ -1,4 +1,4 @@
-"""Runs a user's function in worker processes that are kept alive."""
+"""Runs a user's function in workers that are kept alive."""
 
 import asyncio
 import logging
@@ -23,7 +23,7 @@ MAX_BACKOFF_S = 30.0
 
 
 class CallOnServer:
-    """`done`: the call's "ended" message, or the end of its worker."""
+    """`done`: the call's "ended" message, or its worker's end."""
 
     def __init__(
         self, number: int, message: bytes, generate: Generate | None, on_worker: Callable[[bool], object]
@@ -73,12 +73,8 @@ class CallOnServer:
 
 
 class Cage:
-    """An async context manager over worker processes.
-
-    Entering raises Unloadable. A call's time counts from its start on a worker. A worker that ends is replaced: only
-    the
-    call whose code ran fails, and the others are returned; if that call is unknown, all fail.
-    """
+    """Entering raises Unloadable. A call's time counts from its start on a worker. A worker that ends is replaced: only
+    the call whose code ran fails, and the others are returned; if that call is unknown, all fail."""
 
     def __init__(self, function: CagedFunction, workers: int = 1) -> None:
         self.function, self.num_workers = function, workers

@@ -10,7 +10,7 @@ REASON_CHARS = 500
 
 
 class ToldError(Exception):
-    """A failure that another process has put into words."""
+    """A failure described by another process."""
 
     def __init__(self, origin: str, reason: str, trace: str = "", permanent: bool = False) -> None:
         super().__init__(reason)
@@ -18,7 +18,6 @@ class ToldError(Exception):
 
 
 def describe_error(name: str, error: BaseException) -> tuple[str, str, str]:
-    """Return origin, reason and traceback."""
     if isinstance(error, ToldError):
         return error.origin, one_line(error.reason), error.trace
     if isinstance(error, SystemExit):
@@ -31,19 +30,17 @@ def describe_error(name: str, error: BaseException) -> tuple[str, str, str]:
 
 
 def is_ours(error: BaseException) -> bool:
-    """Return whether the class is Headrace's, not a user's."""
     module = type(error).__module__
     return module.startswith("rollout.") and not module.startswith(PREFIX)
 
 
 def describe_load_error(name: str, error: BaseException) -> tuple[str, str]:
-    """Return reason and traceback; a loader's ValueError needs no prefix."""
+    """A loader's ValueError needs no prefix."""
     how = _text(error) if type(error) is ValueError else f"{name} cannot be loaded: {exception_text(error)}"
     return one_line(how), user_frames(error)
 
 
 def exception_text(error: BaseException) -> str:
-    """Example: `KeyError: 'target'`."""
     text = _text(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -56,7 +53,7 @@ def _text(value: object, how: Any = str) -> str:
 
 
 def one_line(text: str) -> str:
-    """Return one bounded line that any encoding can carry."""
+    """Bound the text to one line that any encoding can carry."""
     line = " ".join(text[: 4 * REASON_CHARS].split())
     line = line if len(line) <= REASON_CHARS else line[: REASON_CHARS - 4] + " ..."
     return line.encode(errors="backslashreplace").decode()

@@ -8,11 +8,11 @@ import msgpack
 MAX_BYTES = 32 * 2**20
 """500,000 tokens take about 12 MiB."""
 BAD_BYTES = (ValueError, TypeError, OverflowError, msgpack.UnpackException)
-"""Raised for bytes that are no message: users' code may write to the socket."""
+"""For bytes that are no message: users' code may write to the socket."""
 
 
 def encode(message: Any) -> bytes:
-    """Encode a message of plain values, including numpy's, decimals and fractions.
+    """Takes plain values, including numpy's, decimals and fractions.
 
     Raises TypeError, ValueError or OverflowError, and what users' classes raise.
     """

@@ -18,7 +18,7 @@ def kill_below(root: int, children: dict[int, list[int]]) -> None:
 
 
 def children_of_all() -> dict[int, list[int]]:
-    """Return each process's children, without zombies."""
+    """Leaves out zombies."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -36,7 +36,7 @@ def below(root: int, children: dict[int, list[int]]) -> list[int]:
 
 
 def state_and_parent(pid: int) -> tuple[str, int]:
-    """Return state (proc(5)) and parent; "" if the process has ended."""
+    """Return state (proc(5)) and parent; "" for an ended process."""
     with suppress(OSError), open(f"/proc/{pid}/stat", "rb") as stat:
         state, parent = stat.read().rpartition(b")")[2].split(None, 2)[:2]
         return state.decode(), int(parent)
@@ -71,7 +71,7 @@ def stopped(root: int) -> Iterator[list[int]]:
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Return memory without files; 0 if the process ended."""
+    """Return memory without files; 0 for an ended process."""
     with suppress(OSError, IndexError), open(f"/proc/{pid}/statm", "rb") as statm:
         numbers = statm.read().split()
         return (int(numbers[1]) - int(numbers[2])) * mmap.PAGESIZE

@@ -1,4 +1,4 @@
-"""A user's task in worker processes: problems, completions and trajectories travel as plain values, images as files."""
+"""A user's task in workers: problems, completions and trajectories travel as plain values, images as files."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -28,7 +28,7 @@ ATTRIBUTES = tuple(vars(Trajectory([])))
 
 
 class UserTask:
-    """The task that `rollout.task` names. A call is one episode.
+    """A call is one episode.
 
     Entering raises ValueError, an episode without result CagedError.
     """
@@ -119,7 +119,7 @@ def caged_task(config: Config, log: Path | None) -> CagedFunction:
 
 
 class ShownImages:
-    """One episode's images, decoded once although every turn sends them all."""
+    """Decodes each image once, although every turn sends them all."""
 
     def __init__(self, form: ImageFormat | None) -> None:
         self.form = form
@@ -151,7 +151,7 @@ def trajectory_of(name: str, values: Any) -> Trajectory:
 
 
 def load_episode(task: Callable[..., Awaitable[Any]], model: dict[str, Any], data: dict[str, Any]) -> Plain:
-    """In a worker: wrap a task that makes a trajectory as a function of plain values."""
+    """In a worker: give a task that makes a trajectory plain values."""
 
     @cache
     def tokenizer() -> Any:

@@ -1,8 +1,8 @@
 """The parent process of one worker: enforces its limits and leaves nothing of it behind.
 
-As subreaper it inherits even processes that left their session or lost their parent. It shares no GIL with users'
-code. The memory limit is on anonymous memory: RLIMIT_AS would count address space that CUDA, Java or thread pools
-only reserve. RLIMIT_DATA at twice the limit stops allocations faster than the watch.
+As subreaper it inherits even processes that left their session or lost their parent. It shares no GIL with users' code.
+The memory limit is on anonymous memory: RLIMIT_AS would count address space that CUDA, Java or thread pools only
+reserve. RLIMIT_DATA at twice the limit stops allocations faster than the watch.
 """
 
 import mmap
@@ -32,12 +32,12 @@ WATCH_S = 0.2
 SCAN_INTERVAL_PER_COST = 20
 """Reading the process table takes at most 1/20 of a core."""
 MAX_PROCESSES = 256
-"""Most processes of one episode apart. RLIMIT_NPROC would count all of the user's."""
+"""Most processes of one episode apart; RLIMIT_NPROC would count all of the user's."""
 OUT_OF_MEMORY, TOO_MANY = signal.SIGUSR1, signal.SIGUSR2
 STOPPED_S = 1.0
-"""A wait that ends so late means that this process was stopped."""
+"""A wait so much longer means that this process was stopped."""
 KILL_S = 5.0
-"""Longest wait: a process stuck in the kernel is left to init."""
+"""Processes stuck in the kernel are left to init after this time."""
 DUMP_SIGNAL = signal.SIGRTMAX - 3
 DUMP_S = 0.5
 KILLED, TOO_MANY_PROCESSES = "its process was killed", "started too many processes; all of them were killed"
@@ -61,7 +61,7 @@ class CallState:
 
 
 class Warden:
-    """Watches one worker; sends the server the reason of its end."""
+    """Watches one worker and reports why it ended."""
 
     def __init__(self, function: CagedFunction, worker: int, status: socket.socket, capture: int, state: CallState):
         self.function, self.worker, self.status, self.capture, self.state = function, worker, status, capture, state
@@ -75,7 +75,7 @@ class Warden:
         self._measure_at = self._scan_at = self._stop_at = 0.0
         self._begun = b""
         self._processes: dict[int, list[int]] = {}
-        """All processes under 0, or those of an episode apart under its guard."""
+        """All under 0, or those of an episode apart under its guard."""
         self._settled: set[int] = set()
 
     @property
@@ -102,7 +102,7 @@ class Warden:
         self._tell([origin, how, started, current, self._output()])
 
     def _wait(self, until: float) -> set[int]:
-        """A stop of this process, as of a whole container, moves the deadline: the worker was stopped too."""
+        """A stop of this process, as of a container, moves the deadline: the worker was stopped too."""
         began = time.monotonic()
         wait_s = max(0.0, until - began)
         ready = {fd for fd, _ in self._poll.poll(wait_s * 1000)}
@@ -122,7 +122,7 @@ class Warden:
         return None if asked else ("died", "was running when its process got a signal to end")
 
     def _reap(self) -> tuple[str, str]:
-        """Leaves a zombie, so that no other process can get its group's number."""
+        """Leaves a zombie: no other process can get its group's number."""
         return "died", exit_text(os.waitid(os.P_PID, self.worker, os.WEXITED | os.WNOWAIT))
 
     def _judge(self) -> tuple[str, str] | None:
@@ -197,7 +197,7 @@ class Warden:
             wait_s = 0.02
 
     def _drain(self, times: int = 1) -> bool:
-        """Return whether anybody is left who could print."""
+        """Return whether anybody could still print."""
         for _ in range(times):
             try:
                 data = os.read(self.capture, 2**20)
@@ -250,7 +250,7 @@ def exit_text(ended: os.waitid_result | None) -> str:
 
 
 def kill_all(group: int) -> None:
-    """Kill every process below this one. Killing the `group` is atomic, even against a fork bomb."""
+    """Kill all processes below this one. Killing the `group` is atomic, even against a fork bomb."""
     until = time.monotonic() + KILL_S
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
@@ -292,7 +292,7 @@ def main(control_fd: int, status_fd: int, server: int) -> tuple[CagedFunction, s
     conceal(function.concealed)
     try:
         Warden(function, worker, status, capture, state).run()
-    except BaseException:  # the server takes an end without reason as a lost warden
+    except BaseException:  # an end without a reason means a lost warden
         with suppress(ChildProcessError, ProcessLookupError, PermissionError):
             os.waitid(os.P_PID, worker, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             os.killpg(worker, signal.SIGKILL)

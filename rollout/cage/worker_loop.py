@@ -31,9 +31,9 @@ from rollout.cage.warden import APART, CURRENT, DEADLINE, DUMP_SIGNAL, STARTED, 
 from rollout.errors import ChatRefused, EngineError, first_error
 
 AHEAD_S, MOST_AHEAD = 0.005, 8
-"""Waking two processes for each short call would cost more than the call."""
+"""Waking two processes would cost more than a short call."""
 FAILED_CALL_S = 1.0
-"""Most time that a failed `generate` costs an episode: refused calls cannot go on for ever."""
+"""Most time that a failed `generate` costs an episode, so refused calls cannot go on for ever."""
 _number: ContextVar[int] = ContextVar("number", default=0)
 
 
@@ -101,13 +101,13 @@ def attribute(error: BaseException, name: str) -> object:
 
 
 def leave_fork(home: int) -> None:
-    """End this process if users' code forked it."""
+    """End a process that users' code forked."""
     if os.getpid() != home:
         os._exit(0)
 
 
 class RunningEpisode:
-    """`left_s`: time that the episode may spend outside of `generate`."""
+    """`left_s`: time left outside of `generate`."""
 
     def __init__(self, number: int, left_s: float, expire: Callable[["RunningEpisode"], None]) -> None:
         self.number, self.left_s, self.expire, self.answered, self.generating = number, left_s, expire, False, 0
@@ -236,7 +236,7 @@ class EpisodeServer:
 
 @Coroutine.register
 class RecordedSteps:
-    """A coroutine that records in CallState that its episode runs."""
+    """A coroutine that marks its episode in CallState while it runs."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], state: CallState, number: int) -> None:
         self.coroutine, self.state, self.number = coroutine, state, number

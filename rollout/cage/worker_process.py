@@ -23,12 +23,12 @@ from rollout.cage.warden import main
 worker = main(*map(int, sys.argv[1:4]))
 from rollout.cage.worker_loop import work
 work(*worker)"""
-"""Runs a warden and its worker. multiprocessing's workers would import the server's `__main__`."""
+"""Starts a warden and its worker; multiprocessing's workers would import the server's `__main__`."""
 
 
 @dataclass(frozen=True)
 class WorkerEnd:
-    """How a worker ended. `started`: number of calls. `current`: the call whose code ran (0: none)."""
+    """`started`: number of calls. `current`: the call whose code ran (0: none)."""
 
     origin: str = "died"
     how: str = "was running when its process and that process's warden were lost"
@@ -98,7 +98,7 @@ class WorkerProcess:
             self._writer.write(frame)
 
     async def receive(self) -> Any:
-        """Return None once the worker has ended, or closed or spoilt its connection."""
+        """Return None if the worker has ended, or closed or spoilt its connection."""
         while not self.spoilt:
             try:
                 for message in self._frames:

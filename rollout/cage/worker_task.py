@@ -1,4 +1,4 @@
-"""In a worker: loads a user's task. Only (problem, generate) needs NumPy and pydantic, which import slowly."""
+"""In a worker: loads a user's task. NumPy and pydantic, which import slowly, are only for (problem, generate)."""
 
 import os
 from collections.abc import Awaitable, Callable

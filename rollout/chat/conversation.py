@@ -13,8 +13,8 @@ from rollout.tasks.trajectory import Completion, Trajectory
 
 @dataclass(eq=False)
 class RecordedTurn:
-    """`given`: tokens between `parent` and the sampled ones. `request`, `answered`: digests of the messages before and
-    with the answer."""
+    """`given`: tokens between `parent` and the sampled ones. `request`, `answered`: digests of messages before and with
+    the answer."""
 
     parent: "RecordedTurn | None"
     given: list[int]
@@ -24,7 +24,7 @@ class RecordedTurn:
     answered: bytes
     cut: bool = False
     withdrawn: bool = False
-    """The client never got it, so it is not trained on."""
+    """The client never got it."""
     length: int = field(init=False)
     """Tokens from root to end."""
 

@@ -3,7 +3,7 @@
     POST /e/{key}/v1/chat/completions     JSON, or server-sent events with `stream: true`
     GET  /e/{key}/v1/models
 
-A key has 128 random bits and is dead (410) after its episode.
+A key has 128 random bits, and is dead (410) after its episode.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 class Door:
     """One episode's entry, and the clock of its time outside of model calls.
 
-    `over` gets an exception once the agent's result cannot matter: the engine failed, or it used up `own_s` (then
+    `over` gets an exception once the agent's result cannot matter: the engine failed, or `own_s` is used up (then
     `late`).
     """
 
@@ -118,7 +118,7 @@ class ChatServer:
         self.config, self.ignored = config, Ignored(temperature)
         self._doors: dict[str, Door] = {}
         self._owners: dict[asyncio.Transport, Door] = {}
-        """Owner of each connection's last request: clients may share a connection."""
+        """Owners of last requests: clients may share a connection."""
         self._clock = AwakeClock()
         known = [name_of(config.public_url)] if config.public_url else []
         app = web.Application(client_max_size=MAX_BODY_MIB * 2**20, middlewares=[only_for(config.host, known)])
@@ -230,7 +230,7 @@ class ChatServer:
             reply = call.result()
         except ChatRefused as error:
             return refusal(410 if error.code == "episode_ended" else 400, refused_body(error))
-        except Exception as error:  # the engine's or our own
+        except Exception as error:
             door.end(error)
             return refusal(503, error_body(f"the episode is over: {error}", "server_error"))
         return await (deliver_events if requested.stream else deliver)(request, requested, reply)
@@ -261,5 +261,5 @@ def refused_body(error: Exception) -> dict[str, Any]:
 
 
 def refusal(status: int, body: dict[str, Any]) -> web.Response:
-    """Stops OpenAI's client from retrying."""
+    """OpenAI's client does not retry it."""
     return web.json_response(body, status=status, headers={"x-should-retry": "false"})

@@ -1,7 +1,7 @@
 """Messages of a chat, brought into one form and compared.
 
-`content` becomes a text and a call's `arguments` a mapping, as chat templates want them. Reasoning is not compared:
-most clients drop it.
+`content` becomes a text and `arguments` a mapping, as chat templates want them. Reasoning is not compared: most clients
+drop it.
 """
 
 import hashlib
@@ -18,8 +18,6 @@ KEPT = ("name", "tool_call_id")
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """Normalized messages, and tools."""
-
     messages: list[Message]
     tools: list[dict[str, Any]] | None
     prefixes: list[bytes]
@@ -42,7 +40,7 @@ class ChatRequest:
 
 
 def read_message(place: str, message: Any) -> Message:
-    """Normalize a message. Raises ChatRefused."""
+    """Raises ChatRefused."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ChatRefused(f"{place}: a dict with role and content is needed")
     made = {"role": message["role"], "content": _text(place, message.get("content"))}
@@ -88,7 +86,7 @@ def _call(place: str, call: Any) -> dict[str, Any]:
 
 
 def parsed_arguments(arguments: Any) -> Any:
-    """Parse arguments; a text that is no JSON mapping stays."""
+    """A text that is no JSON mapping stays."""
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     try:

@@ -15,15 +15,15 @@ from rollout.tasks.trajectory import Generate, Problem, Recorded
 CALLS_PER_TURN = 4
 """Calls that an episode may begin per turn."""
 Answered = tuple[RecordedTurn, dict[str, Any], int]
-"""With the number of malformed tool calls."""
+"""Turn, message, number of malformed tool calls."""
 
 
 @dataclass(frozen=True)
 class ChatLimits:
-    """Beyond them `chat` raises ChatRefused and the episode counts as truncated."""
+    """Beyond them `chat` raises ChatRefused and the episode is truncated."""
 
     context: int
-    """Tokens of one call, seen and sampled."""
+    """Tokens that one call sees and samples."""
     answer: int
     turns: int
     tokens: int
@@ -42,10 +42,10 @@ class Reply:
 
 
 class AnswerParser(Protocol):
-    """Reads sampled tokens as a message, in the template's thread."""
+    """Reads sampled tokens in the template's thread."""
 
     def check(self, tools: Tools) -> None:
-        """Raises ChatRefused for tools that `message` cannot take."""
+        """Raises ChatRefused for unusable tools."""
 
     def message(self, tokens: list[int], tools: Tools) -> tuple[dict[str, Any], int]:
         """Return the message, without its end token, and the number of malformed tool calls."""
@@ -68,7 +68,7 @@ class Session:
         self._generate, self._template, self._parser, self._limits = generate, template, parser, limits
         self._conversation, self._began = Conversation(), time.monotonic()
         self._calls: dict[asyncio.Task[Answered], tuple[RecordedTurn | None, int]] = {}
-        """The turn that each call continues, and most tokens that it adds."""
+        """The turn that each call continues, and its most tokens."""
         self._bad_calls = self._begun = 0
         self._closed, self._limit = False, ""
         self.truncated = False
@@ -82,7 +82,7 @@ class Session:
 
         `repeated`: the client lost the earlier answer, which is not trained on. Raises ChatRefused for malformed
         messages and
-        used-up limits; EpisodeError, EngineDead for infrastructure failures.
+        used-up limits; EpisodeError, EngineDead.
         """
         self._check_open()
         self._begun += 1

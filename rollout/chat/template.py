@@ -1,6 +1,6 @@
 """From messages to tokens by the run's chat template, and from a held answer to the next prompt.
 
-Held tokens are never encoded again. Tokenizers are not re-entrant, so `aside` runs in one thread with its own.
+Held tokens are never encoded again. Tokenizers are not re-entrant: `aside` runs in one thread with its own.
 """
 
 import asyncio
@@ -17,12 +17,12 @@ from rollout.templates.renderer import ChatTexts, Renderer, RenderError
 
 R = TypeVar("R")
 MARK = "Zq7AnswerStoodHereZq7"
-"""Stands for an answer, to find what a template writes after it."""
+"""Shows what a template writes after an answer."""
 Tools = list[Any] | None
 
 
 class ChatTemplate:
-    """Methods raise ChatRefused for messages that the template refuses.
+    """Methods raise ChatRefused.
 
     `keep`: go on after an answer even if the template would rewrite earlier text.
     """
@@ -44,7 +44,6 @@ class ChatTemplate:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
     def opening(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """Encode a whole prompt with the answer's header."""
         text = self.text(messages, tools, header=True)
         return list(self.tokenizer.encode(text, add_special_tokens=self._plain))
 

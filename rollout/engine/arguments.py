@@ -1,7 +1,4 @@
-"""What a rollout server hands to vLLM: our defaults, `rollout.engine`, and keys of the run file.
-
-Imports neither vLLM nor torch, so `problems` costs milliseconds.
-"""
+"""What a rollout server hands to vLLM. Imports neither vLLM nor torch, so `problems` costs milliseconds."""
 
 import difflib
 from collections.abc import Iterator, Mapping
@@ -32,17 +29,17 @@ LINEAR_LAYERS = (
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
     *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
 )
-"""What vLLM adapts for `model.lora.targets: all`."""
+"""For `model.lora.targets: all`."""
 PARTS = {"qkv_proj": "q_proj", "gate_up_proj": "up_proj"}
 """A part of each layer that vLLM joins."""
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Values of vLLM's `max_lora_rank`."""
+"""For vLLM's `max_lora_rank`."""
 USUAL_PROMPT = 128
 """Prompt tokens when missing graphs were measured."""
 UNEQUAL_ON_CPU = ("lfm2", "lfm2_moe")
-"""vLLM 0.32 on a CPU is 0.01 nat off for small float32 copies, for an unknown reason."""
+"""vLLM 0.32 on a CPU is 0.01 nat off for them, for an unknown reason."""
 IMAGES_PER_STEP = 4
-"""Images of the largest size in a GPU's step."""
+"""Of the largest size, on a GPU."""
 PARSERS = {
     "tool_parser": ("tool_parsers", "_TOOL_PARSERS_TO_REGISTER"),
     "reasoning_parser": ("reasoning", "_REASONING_PARSERS_TO_REGISTER"),
@@ -58,7 +55,6 @@ CPU_ENVIRONMENT = {
 
 
 def problems(engine: Mapping[str, Any], config: Config) -> list[str]:
-    """List unknown keys, and steps that are too small."""
     lines = unknown_fields(engine, "rollout")
     tokens, most = engine.get("max_num_batched_tokens"), max_sequences(config, config.rollout.device != "cuda")
     if isinstance(tokens, int) and tokens < most:
@@ -119,7 +115,7 @@ def unserved_shapes(config: Config, cpu: bool) -> Iterator[str]:
 
 def cliffs(config: Config) -> Iterator[str]:
     """Yield settings that make a GPU several times slower, with the price on an H200 (1.5B model, before
-    `plain_steps.py`) and the remedy."""
+    `plain_steps.py`)."""
     given = config.rollout.engine
     if config.rollout.device == "cpu" or not all(isinstance(given.get(key, 1), int) for key in SIZES):
         return
@@ -178,7 +174,7 @@ def on_cpu(config: Config) -> bool:
 
 
 def can_fp8() -> bool:
-    """Asks the driver: torch would create a context in this process."""
+    """Ask the driver: torch would create a context in this process."""
     from rollout.engine.door.vllm_platform import current_platform
 
     return bool(current_platform.supports_fp8())
@@ -200,7 +196,7 @@ def engine_arguments(config: Config, seed: int, cpu: bool, form: ImageFormat | N
     defaults: dict[str, Any] = {
         "load_format": "dummy",  # weights come from the learner
         "max_model_len": longest_sample(config),
-        "generation_config": "vllm",  # the run file decides
+        "generation_config": "vllm",
         "enable_prefix_caching": True,
         "max_logprobs": 1,
     }
@@ -231,7 +227,7 @@ def engine_arguments(config: Config, seed: int, cpu: bool, form: ImageFormat | N
 
 
 def text_arguments() -> dict[str, Any]:
-    """Build no tower for a model trained on text alone."""
+    """A model trained on text alone needs no tower."""
     return {"language_model_only": True} if "language_model_only" in vllm_fields() else {}
 
 
@@ -275,6 +271,6 @@ def image_arguments(config: Config, form: ImageFormat) -> dict[str, Any]:
         "mm_device_do_normalize": False,  # `dummy` weights would leave its constants random
     }
     known = set(vllm_fields())
-    # an image split between steps would not see its rest
+    # a split image would not see its rest
     whole = {"disable_chunked_mm_input": True} if form.mutual else {}
     return {field: value for field, value in arguments.items() if field in known} | whole

@@ -30,7 +30,7 @@ class VllmParser:
             assert parser is not None, "one of them is named"
             self._parser = parser
             self._made(None)
-        except Exception as error:  # each of vLLM's parsers has its own
+        except Exception as error:  # vLLM's parsers raise many classes
             reason = " ".join(str(error).split())
             raise ValueError(f"rollout.chat: {names} cannot be used with the tokenizer of {model}: {reason}") from error
 

@@ -43,7 +43,7 @@ GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 class EarlyProcess:
-    """A process that becomes the first engine process that vLLM starts inside `given_to_vllm`."""
+    """Becomes the first engine process that vLLM starts inside `given_to_vllm`."""
 
     def __init__(self, cpu: bool, target: str = ENGINE_TARGET, modules: Sequence[str] = ENGINE_MODULES) -> None:
         """`target`: the function that vLLM's process runs."""
@@ -57,7 +57,7 @@ class EarlyProcess:
 
     @classmethod
     def of(cls, config: Config) -> "EarlyProcess | None":
-        """None if vLLM starts its own in another way."""
+        """Return None if vLLM starts its own in another way."""
         if config.rollout.engine.get("numa_bind"):
             return None
         cpu = expects_cpu(config.rollout.device)
@@ -111,7 +111,7 @@ def expects_cpu(device: str, given: Mapping[str, str] = os.environ) -> bool:
 
 
 class HandedOver(popen_spawn_posix.Popen):
-    """The early process as multiprocessing sees it."""
+    """The early process, for multiprocessing."""
 
     DupFd: ClassVar[Any] = popen_forkserver._DupFd
     _fds: list[int]
@@ -176,7 +176,7 @@ def wait_for_task(file: int, modules: Sequence[str]) -> NoReturn:
 
 
 def import_all(modules: Sequence[str]) -> None:
-    """Import `modules`. Failures are only logged: vLLM's own import reports them."""
+    """Failures are only logged: vLLM's own import reports them."""
     with without_collections():
         for name in modules:
             try:
@@ -207,4 +207,4 @@ def take_environment(given: Mapping[str, str], before: Mapping[str, str]) -> Non
     if given.get(THREADS, threads) != threads:  # OpenMP has read the variable
         import torch
 
-        torch.set_num_threads(int(given[THREADS].split(",")[0]))  # one number per level of nesting
+        torch.set_num_threads(int(given[THREADS].split(",")[0]))

@@ -45,5 +45,5 @@ class LimitedConnection(H11Protocol):
 
 
 def limit_connections() -> None:
-    """Applies to each HTTP server that uvicorn starts in this process."""
+    """Applies to uvicorn's HTTP servers in this process."""
     HTTP_PROTOCOLS["auto"] = f"{__name__}:{LimitedConnection.__name__}"

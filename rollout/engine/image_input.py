@@ -1,6 +1,6 @@
 """Images for vLLM's engine, with expanded tokens.
 
-vLLM's own processor would expand sampled placeholders too, and would see other pixels than the learner.
+vLLM's processor would expand sampled placeholders too, and would see other pixels than the learner.
 """
 
 from collections.abc import Sequence

@@ -49,11 +49,11 @@ class JoinedRequests:
         self._handler.add_done_callback(lambda _: self._fail([*self._waiting], EngineDeadError()))
 
     async def end(self, key: object, make: Make) -> EngineCoreOutput:
-        """Return a request's last output, with all that was sampled. Requests with equal `key` are joined.
+        """Return the last output, with all that was sampled. Requests with equal `key` are joined.
 
         Cancelling aborts the request. Raises vLLM's errors, EngineError if vLLM ended the request, EngineDeadError.
         """
-        if self._handler.done():  # nobody takes outputs any more
+        if self._handler.done():  # nobody takes outputs
             raise EngineDeadError
         if not self._coming:
             self._start(self._send())
@@ -76,7 +76,7 @@ class JoinedRequests:
             try:
                 if names:
                     await self._core.add_request_async(self._request(names, *bundle.make()))
-            except Exception as error:  # its callers get it
+            except Exception as error:
                 self._fail(names, error)
 
     def _request(self, names: Sequence[str], given: Any, parameters: SamplingParams) -> EngineCoreRequest:
@@ -93,7 +93,7 @@ class JoinedRequests:
             return False
         end, bundle = self._waiting[name]
         if output.kv_transfer_params is None or output.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
-            # vLLM names only the first request of a message that its process cannot read
+            # vLLM names only the first request of an unreadable message
             self._start(self._core.abort_requests_async([each for each in bundle.names if each in self._waiting]))
             reason = f"vLLM ended a request: '{output.finish_reason}', {len(output.new_token_ids)} tokens"
             self._fail(bundle.names, EngineError(reason))

@@ -74,7 +74,7 @@ class ModelLoad:
         self._load(weights, ())
 
     def stream(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Load buckets that later ones overwrite. Raises ChannelError for an end that another round can repair."""
+        """Load buckets that later ones overwrite. Raises ChannelError if another round can help."""
         if self.plainly:
             self._load(weights, self.frozen)
             return
@@ -107,7 +107,7 @@ class ModelLoad:
     def _load_kinds(
         self, weights: Iterator[tuple[str, torch.Tensor]], frozen: Collection[str], recorded: bool
     ) -> tuple[object, set[str]]:
-        """Load frozen weights, if any, then the others. Raises ValueError if one layer has both."""
+        """Load frozen weights first. Raises ValueError if one layer has both kinds."""
         loaded, held = None, self._held if frozen else set[str]()
         for is_frozen, kind in groupby(weights, lambda weight: weight[0] in frozen):
             if is_frozen:
@@ -180,7 +180,7 @@ def check_complete(expected: set[str], loaded: object, parts: set[str], model_co
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Raises FileNotFoundError if there are none."""
+    """Raises FileNotFoundError."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder}: no .safetensors file in it")

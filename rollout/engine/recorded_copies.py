@@ -13,14 +13,14 @@ from torch.utils._pytree import tree_leaves
 
 log = logging.getLogger(__name__)
 Pairs = tuple[list[torch.Tensor], list[torch.Tensor]]
-"""Targets in the parameters, and sources."""
+"""Targets and sources."""
 FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default)
 """Zeros of a vocabulary's padding or an adapter's slot, which stay once written."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """The copies from one staging copy into parameters at `addresses`."""
+    """Copies from one staging copy into parameters at `addresses`."""
 
     source: torch.Tensor
     """Keeps its address from being used again."""
@@ -113,7 +113,7 @@ class Recorder(TorchDispatchMode):
 
 
 def grouped(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Pairs]:
-    """Group copies: `_foreach_copy_` fuses only lists with one pair of dtypes and equal, dense strides."""
+    """`_foreach_copy_` fuses only lists with one pair of dtypes and equal, dense strides."""
     groups: dict[tuple[Any, ...], Pairs] = {}
     for target, source in copies:
         dense = target.is_contiguous() and source.is_contiguous()

@@ -24,7 +24,7 @@ class Loading:
     addresses: list[int]
     targets: dict[Region, list[torch.Tensor]]
     fills: list[Callable[[], object]]
-    """Further writes, made once."""
+    """Written once."""
     groups: dict[tuple[int, int], list[Pairs]] = field(default_factory=dict)
 
 
@@ -37,7 +37,7 @@ class RegionCopies:
         self._again: Callable[[], Regions] = Regions
 
     def find(self, specs: Sequence[Spec], load: LoadWeights) -> Regions:
-        """Return the regions that `load` copies. Changes no parameter."""
+        """Changes no parameter."""
         self._again = lambda: self.find(specs, load)
         try:  # untouched pages of host memory, from which vLLM reads files too
             sources = {name: torch.empty(shape, dtype=dtype, device="cpu") for name, shape, dtype in specs}

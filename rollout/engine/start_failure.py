@@ -15,7 +15,7 @@ from rollout.engine.door.leant_on import LOGGER
 
 FILE = "HEADRACE_START_FAILURE"
 FINAL = (NotImplementedError, ValueError, AttributeError, ImportError, KeyError, TypeError)
-"""A config without a key that vLLM reads raises AttributeError."""
+"""AttributeError: a config lacks a key that vLLM reads."""
 
 
 @contextmanager
@@ -44,8 +44,6 @@ def report_final_failures() -> None:
 
 
 class ReasonFile(logging.Handler):
-    """Writes the first final exception to a file."""
-
     def __init__(self, name: str) -> None:
         super().__init__(logging.ERROR)
         self._name, self._written = name, False

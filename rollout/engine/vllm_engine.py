@@ -58,7 +58,7 @@ class Engine:
         self._llm, self._reports, self._requests = llm, reports, requests
         self._version = self._loads = self._folders = 0
         self.tower_frozen = False
-        """vLLM encodes each image once."""
+        """No policy changes the tower, so vLLM encodes an image once."""
         self.routes: ReturnedRoutes | None = None
         self._numbers = itertools.count()
         self._pausing = asyncio.Lock()
@@ -171,7 +171,7 @@ class Engine:
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
-        """Stop generation while weights are received into place; sequences go on afterwards."""
+        """Weights are received into place meanwhile; unfinished sequences go on afterwards."""
         async with self._pausing:
             pause = self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
             await self.call_or_death(pause, None)
@@ -200,11 +200,11 @@ class Engine:
         self._folders += 1
 
     async def alive(self, timeout_s: float) -> None:
-        """Raises EngineDead unless vLLM's process lives and its workers answer."""
+        """Raises EngineDead unless process and workers answer."""
         await self.collective("rl_ping", timeout_s=timeout_s)
 
     async def died(self) -> None:
-        """Wait for the death of vLLM's process; raise EngineDead."""
+        """Wait for the process's death; raise EngineDead."""
         handler = self._llm.output_handler
         if handler is not None:
             await asyncio.wait([handler])
@@ -234,7 +234,7 @@ class Engine:
         return self._reports.tokens
 
     def stats(self) -> dict[str, float]:
-        """Return vLLM's last report; means and the longest stall since the last call."""
+        """Means and the longest stall are since the last call."""
         (then, before), now, reports = self._last_stats, time.monotonic(), self._reports
         self._last_stats = (now, reports.tokens)
         stall_s, reports.stall_s = reports.stall_s, 0.0
@@ -248,7 +248,6 @@ class Engine:
         }
 
     def sequences_by_kv(self, mean_tokens: float) -> int:
-        """Return how many sequences the KV cache holds."""
         cache = self._llm.vllm_config.cache_config
         assert cache.num_gpu_blocks is not None
         return int(cache.num_gpu_blocks / (mean_tokens / cache.block_size + 0.5))
@@ -274,7 +273,7 @@ class Engine:
 
     @property
     def salt(self) -> str:
-        """Changes with each load. A sample of several turns keeps its first salt: its history is not computed again."""
+        """Changes with each load. A sample of several turns keeps its first salt, so its history is not computed again."""
         return str(self._loads)
 
     def _input(self, tokens: list[int], images: Sequence[PlacedImage], salt: str) -> Any:

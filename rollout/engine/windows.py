@@ -14,10 +14,7 @@ DEFAULT = 4096
 
 
 def window_override(model_path: str) -> dict[str, Any]:
-    """Return what vLLM reads as its window, such as `{"sliding_window": 4095}`, or {}.
-
-    Raises ConfigError for an unreadable config.json.
-    """
+    """Return overrides such as `{"sliding_window": 4095}`, or {}. Raises ConfigError for an unreadable config.json."""
     config = read_model_file(model_path, "config.json") or {}
     window = config.get("sliding_window", DEFAULT)
     if window is None or config.get("model_type") != KIND or not adds_one():

@@ -23,8 +23,6 @@ report_final_failures()  # vLLM's engine process imports this module before it b
 
 
 class WorkerExtension:
-    """Uses attributes of vLLM's worker."""
-
     device: torch.device
     rank: int
     model_runner: Any
@@ -65,7 +63,7 @@ class WorkerExtension:
         return time.monotonic()
 
     def rl_stamp(self, version: int) -> None:
-        """Called before anything is generated."""
+        """First called before anything is generated."""
         if self.rl_version is None:
             sample = self.model_runner.sample_tokens
             self.model_runner.sample_tokens = lambda grammar_output: stamped(sample(grammar_output), self.rl_version)
@@ -95,7 +93,7 @@ class WorkerExtension:
         return self.rl_staging is None or self.rl_staging.abort()
 
     def rl_load(self, version: int) -> None:
-        """Load the staged `version`, which samples from the next step on."""
+        """The staged `version` samples from the next step on."""
         assert self.rl_staging is not None
         if self.rl_staging.mode == "slices":
             assert isinstance(self.rl_model, ModelLoad)

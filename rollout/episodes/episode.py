@@ -1,4 +1,4 @@
-"""An episode: from a dispatched item to its group, or a `Failure`, which never becomes a reward of zero."""
+"""An episode: from a dispatched item to its group or a `Failure`, never a reward of zero."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +26,7 @@ from rollout.teachers.scoring import Teachers
 
 REASON_CHARS = 300
 Ended = Callable[["asyncio.Task[Recorded]"], object]
-"""The sample needs no place any more."""
+"""Called when a sample needs no place any more."""
 
 
 def uncounted(sample: "asyncio.Task[Recorded]") -> None:
@@ -64,8 +64,6 @@ class Failure:
 
 @dataclass
 class Episodes:
-    """Makes groups of `samples` from items."""
-
     prompts: Prompts
     task: Task
     sampler: Sampler
@@ -174,7 +172,7 @@ class Episodes:
         return Answer(self.prompts.text(tokens), len(tokens), row, turns or None, raw, prompt)
 
     async def _play_once(self, problem: Problem, salt: str) -> Recorded:
-        """Retry a failed sample, so that it need not fail the group."""
+        """A failed sample need not fail the group."""
         for left in reversed(range(self.sample_attempts)):
             try:
                 return await self._try_once(problem, salt)

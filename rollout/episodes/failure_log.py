@@ -9,7 +9,7 @@ REPEAT_S = 30.0
 
 
 class FailureLog:
-    """Logs the first failure of each kind and exception type, and counts later ones."""
+    """Logs the first failure of each kind and exception type; counts later ones."""
 
     def __init__(self, repeat_s: float = REPEAT_S) -> None:
         self.repeat_s = repeat_s

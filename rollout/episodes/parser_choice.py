@@ -1,4 +1,4 @@
-"""Chooses the parsers of `rollout.chat: auto`, and tries them on the template."""
+"""Chooses parsers for `rollout.chat: auto`, and tries them on the template."""
 
 import json
 
@@ -17,7 +17,7 @@ PARAMETERS = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"t
 
 
 def settled_chat(config: Config, prompts: Prompts) -> ChatConfig:
-    """Resolve `auto` and `thinking` in `rollout.chat`. Raises ValueError."""
+    """Resolve `auto` and `thinking`. Raises ValueError."""
     kind, chat = model_facts(config.model.path).kind or "", config.rollout.chat
     found: dict[str, str | None] = {key: choose(key, getattr(chat, key), kind, prompts.template_text) for key in KEYS}
     for key, name in found.items():

@@ -29,7 +29,7 @@ class SampledSoFar:
 def misplaced(
     tokens: list[int], sampled: np.ndarray, images: Sequence[PlacedImage], form: ImageFormat | None, most: int
 ) -> Iterator[str]:
-    """Yield the faults of `images`. `sampled`: [tokens]."""
+    """`sampled`: [tokens]."""
     if not all(isinstance(image, PlacedImage) for image in images):
         yield f"images are {images!r:.200}; a list of PlacedImage is needed, as Trajectory.images"
         return

@@ -1,4 +1,4 @@
-"""From a row of the data set to its prompt's tokens, and from tokens to text.
+"""From a row of the data set to its prompt's tokens, and back to text.
 
 Reads `prompt` of TinyZero and verl, `problem` of EasyR1, and `images`, marked by `<image>`.
 """
@@ -91,7 +91,7 @@ class Prompts:
             raise ConfigError([f"rollout.chat.thinking: {'on' if wanted else 'off'}: {error}"]) from None
 
     def with_pictures(self, row: dict[str, Any]) -> tuple[dict[str, Any], list[Picture]]:
-        """Decode the row's images, which takes tens of milliseconds. Raises PromptError."""
+        """Takes tens of milliseconds for a photo. Raises PromptError."""
         files, pictures = list[bytes](), list[Picture]()
         try:
             for data in row[IMAGES]:
@@ -102,7 +102,7 @@ class Prompts:
         return row | {IMAGES: files}, pictures
 
     def tokens(self, row: dict[str, Any], pictures: Sequence[Picture] = ()) -> list[int]:
-        """Encode the prompt with the answer's header. Raises PromptError."""
+        """Raises PromptError."""
         tokens = self.encode(row, pictures)
         if len(tokens) > self.longest:
             long = PromptError(f"prompt longer than data.max_prompt_tokens {self.longest}")
@@ -111,7 +111,7 @@ class Prompts:
         return tokens
 
     def encode(self, row: dict[str, Any], pictures: Sequence[Picture] = ()) -> list[int]:
-        """Encode without a bound on length. Raises PromptError."""
+        """As `tokens`, of any length. Raises PromptError."""
         try:
             messages = self.messages(row)
             if self.plain:
@@ -143,7 +143,7 @@ class Prompts:
             raise
 
     def chat_text(self, messages: list[dict[str, Any]], header: bool) -> str:
-        """Render `messages`; `header` adds the beginning of an answer. Raises PromptError."""
+        """`header` adds the beginning of an answer. Raises PromptError."""
         try:
             return self._texts.render(messages, header, kwargs=self.template_kwargs)
         except RenderError as error:
@@ -155,7 +155,7 @@ class Prompts:
         return self._open(self.tokenizer.encode(self._joined(messages)))
 
     def _open(self, tokens: list[int]) -> list[int]:
-        """Drop the end that some tokenizers add: an answer follows."""
+        """Some tokenizers add an end, but an answer follows."""
         return tokens[:-1] if tokens and tokens[-1] in self.ends else tokens
 
     def _joined(self, messages: list[dict[str, Any]]) -> str:

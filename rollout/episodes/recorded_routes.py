@@ -1,4 +1,4 @@
-"""Routes of one sample, found by tokens and log-probabilities alone, whatever the task makes of its completions.
+"""Routes of one sample, found by tokens and log-probabilities alone, whatever the task makes of completions.
 
 A prompt may begin with an earlier answer, whose rows are known. A token's row is of the computation that sampled the
 next token.
@@ -25,7 +25,7 @@ class Continued(NamedTuple):
 
     @property
     def routed(self) -> int:
-        """Number of known rows. No computation has read an answer's last token."""
+        """No computation has read an answer's last token."""
         return max(self.end - 1, 0)
 
 
@@ -64,8 +64,8 @@ class RecordedRoutes:
         self._ends[digest(tokens)] = tokens.size
 
     def of(self, trajectory: Trajectory) -> np.ndarray | None:
-        """Return [tokens, layers, k]; zeros where no answer reads a token. Raises EpisodeError for a sampled token of
-        no answer, or missing `wanted` routes."""
+        """Return [tokens, layers, k]; zeros where no answer reads a token. Raises EpisodeError for sampled tokens of no
+        answer, or missing `wanted` routes."""
         if not self._answers:
             if self.wanted:
                 raise EpisodeError("the task never called generate; with rollout.routing_replay its answers are needed")

@@ -1,4 +1,4 @@
-"""`generate` for tasks, and the check of their results: wrong ones raise EpisodeError."""
+"""`generate` for tasks, and the check of their results; wrong ones raise EpisodeError."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -94,7 +94,7 @@ class Sampler:
         return completion if completion.routes is None else replace(completion, routes=None)
 
     def check(self, problem: Problem, made: object) -> Recorded:
-        """Return a task's result if it can be trained on. Raises EpisodeError."""
+        """Raises EpisodeError unless the learner can train on it."""
         if not isinstance(made, Trajectory | Recorded):
             raise EpisodeError(f"the task returned {type(made).__name__}; a Trajectory is needed")
         trajectory = made if isinstance(made, Trajectory) else made.trajectory

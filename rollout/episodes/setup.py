@@ -45,7 +45,6 @@ class RolloutSetup:
     rewards: RewardPool | NoReward | None
     sessions: Sessions | None = None
     teachers: Teachers | None = None
-    """None without a teacher, or in an evaluation."""
     _entered: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     @classmethod
@@ -123,14 +122,13 @@ def open_sessions(config: Config, prompts: Prompts) -> Sessions:
 
 
 def check_scored(config: Config) -> None:
-    """Raise ConfigError without a reward."""
     if config.reward.function == NO_REWARD:
         problem = f"reward.function: {NO_REWARD}, so nothing says which answers are right"
         raise ConfigError([f"{problem}; name a reward, e.g. --reward.function=math"])
 
 
 def check_server(config: Config, files: Sequence[str] = ()) -> None:
-    """Raise ConfigError for an unusable run file."""
+    """Raises ConfigError."""
     sets = ["data.eval"] if config.eval.every else []
     further = [*problems(config.rollout.engine, config), *unknown_parsers(config), *unreadable_variables(), *moved()]
     check(config, files=(*FILES, *sets, *files), further=further)

@@ -8,7 +8,7 @@ STAGES = ("task", "generating", "scoring")
 
 
 class Stay:
-    """Samples in a stage. A generator's context manager takes twice as long."""
+    """A generator's context manager takes twice as long."""
 
     def __init__(self, others: "set[Stay]", samples: int) -> None:
         self.others, self.samples, self.since = others, samples, time.monotonic()

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 CLAIM_S = 10.0
-"""Or a quarter of `weights.timeout_s`: the learner waits meanwhile."""
+"""At most a quarter of `weights.timeout_s`: the learner waits meanwhile."""
 
 
 class Evaluator:
@@ -44,7 +44,6 @@ class Evaluator:
         self._loaded = False
         """vLLM has a policy, not dummy weights."""
         self._unanswered = False
-        """The last claim has no answer."""
 
     async def claim(self) -> int | None:
         """Call between `load` and `loaded`; a due evaluation holds newer versions back until `evaluate` is done."""
@@ -73,7 +72,7 @@ class Evaluator:
                 await self._claim_held()
 
     async def evaluate(self, due: int) -> None:
-        """Play all sets and report; ends early once the claim is lost."""
+        """Play all sets and report; end early once the claim is lost."""
         version = self._engine.version
         log.info("evaluating version %d on %s", version, ", ".join(each.name for each in self.sets))
         try:

@@ -1,4 +1,4 @@
-"""The sets of `data.eval`, played with the run's task and rewards."""
+"""Plays the sets of `data.eval` with the run's task and rewards."""
 
 import asyncio
 from collections import Counter
@@ -26,7 +26,7 @@ MOST_CHARS = 50_000
 
 @dataclass(frozen=True)
 class ProblemSet:
-    """A set of `data.eval`, whose rows are read when asked for."""
+    """Rows are read when asked for."""
 
     name: str
     given: EvalSet
@@ -66,7 +66,7 @@ def load_sets(config: Config) -> list[ProblemSet]:
 
 
 async def play(problems: ProblemSet, episodes: Episodes, places: SparePlaces, keep: int) -> Played:
-    """Make all attempts, count failures, and keep `keep` answers for reading.
+    """Make all attempts; keep `keep` answers for reading.
 
     Raises only what the server cannot survive, such as EngineDead.
     """
@@ -98,7 +98,7 @@ async def play(problems: ProblemSet, episodes: Episodes, places: SparePlaces, ke
 
 
 def attempt_of(group: Group, version: int) -> Attempt:
-    """Check that the group's only sample is of `version`."""
+    """Return the only sample in numbers; all of it is of `version`."""
     (sample,) = group.samples
     sampled = sample.sampled.numpy() == 1
     versions = set(sample.versions.numpy()[sampled].tolist())

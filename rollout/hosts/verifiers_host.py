@@ -41,12 +41,10 @@ class RefusedEnvironment(Exception):
 
 
 class Environment(Protocol):
-    """An environment of either API."""
-
     api: str
 
     def serving(self) -> contextlib.AbstractAsyncContextManager[Any]:
-        """Return what must be up while episodes run."""
+        """What must be up while episodes run."""
 
     async def run(self, row: Any, url: str, sampling: dict[str, Any]) -> dict[str, Any]: ...
 
@@ -154,7 +152,7 @@ class TasksetEnvironment:
 
 
 def take_empty_answers(client: Any) -> None:
-    """Score empty answers as empty texts; verifiers 0.2 takes them for a failure of the model's server."""
+    """verifiers 0.2 takes an empty answer for a failure of the model's server."""
     from verifiers.errors import EmptyModelResponseError
 
     check, read = client.raise_from_native_response, client.from_native_response
@@ -173,7 +171,7 @@ def take_empty_answers(client: Any) -> None:
 
 
 def note_errors(rubric: Any) -> None:
-    """Have reward functions note their errors in `_raised`."""
+    """Have reward functions note errors in `_raised`."""
     for one in getattr(rubric, "rubrics", ()):
         note_errors(one)
     rubric.funcs = [noting(function) for function in rubric.funcs]
@@ -214,7 +212,7 @@ def load(name: str, arguments: dict[str, Any]) -> Environment:
 
 
 def is_classic(name: str) -> bool:
-    """Whether the environment's module has the older API's function."""
+    """Whether the module has the older API's function."""
     from verifiers.utils.env_utils import import_env_module
 
     return hasattr(import_env_module(name), "load_environment")
@@ -230,7 +228,6 @@ def text_of(error: Any) -> str:
 
 
 def shown(prompt: Any) -> str:
-    """Return a problem's last message as text."""
     content = prompt[-1].get("content", "") if isinstance(prompt, list) and prompt else prompt or ""
     return content if isinstance(content, str) else " ".join(part.get("text", "") for part in content)
 
@@ -277,7 +274,7 @@ def line_of(message: dict[str, Any]) -> bytes:
 
 
 def protected() -> tuple[Any, Any]:
-    """Keep requests and answers out of reach of what an environment prints or reads."""
+    """Keep requests and answers away from what an environment prints or reads."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -286,7 +283,7 @@ def protected() -> tuple[Any, Any]:
 
 
 def export(environment: Environment, name: str, path: str) -> int:
-    """Write rows for `data.train`; return how many."""
+    """Return the number of rows."""
     number = 0
     with open(path, "w", encoding="utf-8") as file:
         for row in environment.rows():

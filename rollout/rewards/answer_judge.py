@@ -26,9 +26,9 @@ class JudgeLimits:
     processor_s: float = 2.0
     """Right answers take 0.01 to 0.1 s. A busy machine costs no reward."""
     clock_s: float = 7.0
-    """Later, a call that has used a quarter of `processor_s` ends too."""
+    """After this time, a call that has used a quarter of `processor_s` ends too."""
     memory_bytes: int = 2**30
-    """What the process may have beyond the worker's."""
+    """Allowed beyond the worker's own."""
 
     def stay_below(self, timeout_s: float, memory_gib: float | None) -> None:
         self.processor_s, self.clock_s = min(2.0, timeout_s / 2), 0.7 * timeout_s
@@ -106,7 +106,7 @@ class AnswerJudge:
         self._parent, self._process = os.getpid(), os.fork()
         if self._process == 0:
             try:
-                gc.freeze()  # else the collector would copy each page of the worker's objects
+                gc.freeze()  # else the collector would copy the worker's pages
                 close_all_but({0, 1, 2, theirs.fileno()})
                 _serve(self.function, theirs)
             finally:
@@ -125,7 +125,7 @@ class AnswerJudge:
 
 
 def processor_s(process: int) -> float:
-    """The clock is that of clock_getcpuclockid(3)."""
+    """By clock_getcpuclockid(3)."""
     return time.clock_gettime((~process << 3) | 2)
 
 

@@ -27,15 +27,13 @@ class Turn(TypedDict):
 
 @dataclass(frozen=True)
 class Answer:
-    """What a reward function is given."""
-
     text: str
     num_tokens: int
     row: dict[str, Any]
     turns: list[Turn] | None = None
     """None: all of it was sampled."""
     raw: str | None = None
-    """The text with special tokens."""
+    """With special tokens."""
     prompt: str | None = None
 
     def verl(self) -> dict[str, Any]:
@@ -89,12 +87,12 @@ class Score:
 
 TURNS = "turns"
 ASKED = {"raw": {"raw_str", "raw_strs"}, "prompt": {"prompt_str", "prompt_strs"}}
-"""Sent only if a function takes one of these parameters."""
+"""Fields that are sent only to functions with one of these parameters."""
 ROWS = {"row", "rows", *(name for names in ASKED.values() for name in names)}
 MOST_METRICS, LONGEST_NAME = 256, 200
 """Each metric is a column of its batch and of `metrics.jsonl`."""
 OURS = {TURNS, *ROWS}
-"""Only for functions that name them, not for `**kwargs`."""
+"""Given to functions that name them, not to `**kwargs`."""
 
 CONVENTIONS: dict[str, Callable[[Sequence[Answer]], list[dict[str, Any]]]] = {
     "solution_str": lambda answers: [answer.verl() for answer in answers],
@@ -107,7 +105,7 @@ CONVENTIONS: dict[str, Callable[[Sequence[Answer]], list[dict[str, Any]]]] = {
 
 
 class Reward:
-    """A reward function and its calling convention. Raises ValueError."""
+    """Raises ValueError."""
 
     def __init__(self, name: str, function: Callable[..., Any], kwargs: dict[str, Any], key: str = "reward") -> None:
         self.name, self.function, self.kwargs, self.key = name, function, kwargs, key
@@ -141,7 +139,7 @@ class Reward:
         if (unknown := sorted(given - self.accepted)) and not self.takes_any:
             problem = f"{self.name} takes no such argument; it takes {', '.join(parameters)}"
             raise ValueError(f"{self.key}.kwargs.{unknown[0]}: {problem}")
-        if twice := sorted(given & offered - ROWS):  # older functions may have these as their own arguments
+        if twice := sorted(given & offered - ROWS):  # older functions may have these as their own
             raise ValueError(f"{self.key}.kwargs.{twice[0]}: this argument comes from the data; remove the key")
         if absent := sorted(needed - offered - given):
             problem = f"nothing gives its argument {absent[0]}; add {self.key}.kwargs.{absent[0]}"
@@ -174,7 +172,7 @@ class Reward:
         return calls
 
     def score(self, answers: Sequence[Answer]) -> list[Score]:
-        """Return one score per answer. Raises RewardError, and what the function raises."""
+        """Raises RewardError, and what the function raises."""
         return self._read_all([self.function(**arguments) for arguments in self.calls(answers)], len(answers))
 
     async def score_async(self, answers: Sequence[Answer]) -> list[Score]:
@@ -211,7 +209,6 @@ class Reward:
 
 
 def misnamed(metrics: Mapping[Any, object]) -> str:
-    """Return why an answer cannot have these metrics, or ""."""
     if len(metrics) > MOST_METRICS:
         return f"{len(metrics):,} metrics, and an answer may have {MOST_METRICS}; leave some out"
     for name in metrics:
@@ -229,7 +226,7 @@ def shown(value: Any) -> str:
 
 
 def finite(value: Any) -> float | None:
-    """Return `value` as a float, if it is a finite real number of any library."""
+    """Take finite real numbers of any library."""
     is_complex = "complex" in str(getattr(value, "dtype", ""))
     if isinstance(value, str | bytes) or is_complex or not hasattr(value, "__float__"):
         return None

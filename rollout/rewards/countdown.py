@@ -48,7 +48,7 @@ def compute_score(
 
 
 def evaluate(text: str) -> Expression:
-    """Compute + - * / and parentheses exactly. Raises ZeroDivisionError and ValueError."""
+    """Raises ZeroDivisionError and ValueError."""
     text = " ".join(text.split()).replace("×", "*").replace("÷", "/")
     if len(text) > LONGEST:
         raise ValueError(f"{len(text)} characters; at most {LONGEST} are read")

@@ -19,7 +19,7 @@ def start() -> None:
 
 
 def compute_score(solution_str: str, extra_info: dict[str, Any]) -> dict[str, float]:
-    """Return the set's score of the last `<answer>`.
+    """Score the last `<answer>`.
 
     Without one, or if the set's code raises, `formed` is 0. An answer that takes too long, or crashes its reader, gets
     the

@@ -24,7 +24,7 @@ MOST_LOSSES = 3
 
 
 class RewardPool:
-    """Workers for each reward function. Entering raises ValueError."""
+    """Entering raises ValueError."""
 
     def __init__(self, config: RewardConfig, log: Path | None = None, keys: Path | None = None) -> None:
         self._several, self._servers = not isinstance(config.function, str), OwnServers(config.urls)
@@ -117,7 +117,7 @@ class PartScorer:
 
 
 def weighted(parts: Sequence[RewardPart], scores: Sequence[Score]) -> Score:
-    """Return the weighted sum, with metrics `{"format": 1.0, "format/solved": 0.0}`."""
+    """Add metrics such as `{"format": 1.0, "format/solved": 0.0}`."""
     metrics: dict[str, float] = {}
     for part, score in zip(parts, scores, strict=True):
         metrics[part.metric] = score.reward
@@ -126,7 +126,7 @@ def weighted(parts: Sequence[RewardPart], scores: Sequence[Score]) -> Score:
 
 
 def load(config: dict[str, Any], number: int, keys: str | None) -> Any:
-    """Run in a worker. Raises ValueError."""
+    """In a worker. Raises ValueError."""
     reward = load_reward(RewardConfig(**config), number, Path(keys) if keys else None)
 
     def score(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:

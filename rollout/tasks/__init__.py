@@ -35,15 +35,14 @@ CONVENTIONS = {
 
 
 def __getattr__(name: str) -> Any:
-    """Import names of `trajectory.py` on demand: without NumPy, Pillow and pydantic, workers start in a fifth of the
-    time."""
+    """Import `trajectory.py` on demand: without NumPy, Pillow and pydantic, workers start in a fifth of the time."""
     if name in __all__:
         return getattr(import_module("rollout.tasks.trajectory"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def load_task(name: str) -> Callable[..., Any]:
-    """Find the function that `rollout.task` names. Raises ValueError."""
+    """Raises ValueError."""
     built_in = {} if ":" in name else __getattr__("TASKS")
     function = built_in[name] if name in built_in else load_function("rollout.task", name)
     convention(name, function)

@@ -11,7 +11,7 @@ from rollout.chat.session import Sessions
 from rollout.tasks.trajectory import CUT_SCORE, Generate, Problem, Recorded
 
 REFUSALS = ("BadRequestError", "ContextWindowExceededError", "ChatRefused")
-"""Origins of model calls refused beyond a limit."""
+"""Model calls refused beyond a limit."""
 HTTP_ERRORS = ("HTTPError", "HTTPStatusError", "APIStatusError", "ClientResponseError")
 """Refusals if the text has the status 400."""
 
@@ -21,8 +21,6 @@ BLOCKED_S = 3.0
 
 
 class UrlEpisodes:
-    """The task of such agents."""
-
     def __init__(self, config: Config, function: CagedFunction, cage: Cage, sessions: Sessions) -> None:
         self.function, self.server = function, ChatServer(config.rollout.chat, config.sampling.temperature)
         self._cage, self._sessions = cage, sessions

@@ -22,7 +22,7 @@ from rollout.tasks.programs import Play, timed_by_server
 
 HOST = Path(__file__).parents[1] / "hosts" / "verifiers_host.py"
 OUR_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-"""These would make the host's Python find our packages."""
+"""The host's Python would find our packages."""
 RESULT = ("score", "overall", "turn_rewards")
 """No metric may take the reward's place."""
 LONGEST_LINE = 2**26
@@ -54,7 +54,7 @@ def environment_name(environment: dict[str, Any]) -> str:
 
 
 def start_host(environment: dict[str, Any]) -> subprocess.Popen[bytes]:
-    """Wait until the host has loaded the environment. Raises ValueError."""
+    """Wait until the environment is loaded. Raises ValueError."""
     python, key = os.path.abspath(environment["python"]), "rollout.environment"
     command = [python, "-u", str(HOST), "serve", environment["id"], json.dumps(environment["args"])]
     path = os.pathsep.join([os.path.dirname(python), os.environ.get("PATH", os.defpath)])
@@ -73,7 +73,7 @@ def start_host(environment: dict[str, Any]) -> subprocess.Popen[bytes]:
 
 
 class Relay:
-    """Asks a host, and kills it unless it confirms a cancellation within `grace_s`."""
+    """Kills a host that does not confirm a cancellation within `grace_s`."""
 
     def __init__(self, host: subprocess.Popen[bytes], grace_s: float = GRACE_S) -> None:
         self.host, self.grace_s = host, grace_s
@@ -120,7 +120,7 @@ class Relay:
         self._end()
 
     def _end(self) -> NoReturn:
-        """End as the host ended, so that the server learns how."""
+        """End as the host ended: the server learns how."""
         code = self.host.wait()
         if code < 0:
             with suppress(OSError):

@@ -1,8 +1,7 @@
 """In a worker: episodes of agent programs, which reach the policy by URL.
 
-`async` functions share the event loop; others and commands get a process per episode. The server keeps the time,
-because
-it knows when it generates.
+`async` functions share the event loop; others and commands get a process per episode. The server keeps the time: it
+knows when it generates.
 """
 
 import base64
@@ -24,7 +23,7 @@ Play = Callable[..., Awaitable[Any]]
 
 
 def timed_by_server(play: Any, apart: bool) -> Play:
-    """Mark a function for `worker_loop.py` and `worker_task.py`."""
+    """For `worker_loop.py` and `worker_task.py`."""
     play.timed, play.apart, play.about = False, apart, {"convention": "base_url", "apart": apart}
     return play  # type: ignore[no-any-return]
 
@@ -91,7 +90,7 @@ def as_text(value: Any) -> Any:
 
 
 def result_of_command(name: str, said: bytes) -> Any:
-    """Read the score on the last line. Raises ToldError."""
+    """Raises ToldError."""
     lines = said.decode(errors="replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     try:

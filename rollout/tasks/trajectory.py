@@ -39,7 +39,7 @@ class Completion:
     versions: Sequence[int]
     finish: Literal["stop", "length"]
     routes: np.ndarray | None = None
-    """[tokens, layers, k], the experts of the tokens read; hidden from tasks."""
+    """[tokens, layers, k], the experts of tokens read; hidden from tasks."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,6 @@ class PlacedImage:
 
 
 def place(tokens: list[int], pictures: Sequence[Picture]) -> list[PlacedImage]:
-    """Put `pictures` at their placeholders, in order."""
     placed, end = list[PlacedImage](), 0
     for picture in pictures:
         placed.append(PlacedImage(tokens.index(picture.format.image_token, end), picture))
@@ -67,13 +66,11 @@ def place(tokens: list[int], pictures: Sequence[Picture]) -> list[PlacedImage]:
 
 @dataclass(frozen=True)
 class Problem:
-    """What a task makes a sample of."""
-
     row: dict[str, Any]
     prompt: list[int]
     tokenizer: "PreTrainedTokenizerBase"
     max_tokens: int
-    """Most tokens after the prompt, given tokens included."""
+    """Most tokens after the prompt, with given ones."""
     images: Sequence[PlacedImage] = ()
     format: ImageFormat | None = None
     """None for a text model."""
@@ -81,7 +78,7 @@ class Problem:
     """Longest answer of one turn; None: `sampling.max_tokens`."""
 
     def left(self, tokens: list[int]) -> int:
-        """Return how many tokens may follow; may be negative."""
+        """May be negative."""
         return len(self.prompt) + self.max_tokens - len(tokens)
 
 
@@ -177,7 +174,7 @@ class Trajectory:
 
 
 def whole_numbers(make: Callable[[list[int]], Any], given: Any) -> np.ndarray:
-    """Faster than numpy alone, which takes twice as long."""
+    """numpy alone takes twice as long."""
     try:
         return np.array(make(given) if isinstance(given, list) else given)
     except (TypeError, ValueError, OverflowError):

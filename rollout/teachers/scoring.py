@@ -41,7 +41,7 @@ class Teachers:
             await teacher.close()
 
     async def score(self, row: dict[str, Any], made: Sequence[Trajectory]) -> None:
-        """Set `taught` of a row's trajectories, if it has a teacher. Raises TeacherError."""
+        """Set `taught` if the row has a teacher. Raises TeacherError."""
         source = str(row.get("data_source", ""))
         teacher = self._by_source.get(source) or self._by_source.get("")
         if teacher is None:
@@ -127,7 +127,6 @@ def segments(trajectory: Trajectory) -> list[Text]:
 
 
 def joined(opinions: Sequence[Opinion]) -> Opinion:
-    """Join the opinions on a sample's segments."""
     ids = [each.ids for each in opinions if each.ids is not None]
     top = [each.top for each in opinions if each.top is not None]
     tops = (np.concatenate(ids), np.concatenate(top)) if ids and top else ()

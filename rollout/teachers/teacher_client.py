@@ -22,8 +22,6 @@ SHOWN_CHARS = 200
 
 
 class Opinion(NamedTuple):
-    """What a teacher gave for a text."""
-
     logprobs: np.ndarray
     """[tokens] float32, given the tokens before; 0 for the first one"""
     ids: np.ndarray | None = None

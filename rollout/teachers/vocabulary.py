@@ -28,7 +28,7 @@ def other_vocabularies(config: Config, own: "PreTrainedTokenizerBase") -> Iterat
 
 
 def first_difference(own: dict[str, int], theirs: dict[str, int]) -> str:
-    """Describe the first token in which two vocabularies differ, or return ""."""
+    """Describe the first token that differs; "" if none does."""
     if own == theirs:
         return ""
     by_id, other = ({number: token for token, number in each.items()} for each in (own, theirs))

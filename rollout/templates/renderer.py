@@ -1,4 +1,4 @@
-"""Renders Jinja templates of users' files and models' folders in a process that can be killed.
+"""Renders Jinja templates of users and models in a process that can be killed.
 
 The process is kept: rendering a row takes 0.1 ms, starting a process 0.1 s.
 """
@@ -54,7 +54,7 @@ class RenderError(Exception):
 
 
 class Renderer:
-    """A process for templates, started when needed. Threads take turns."""
+    """Starts a process when needed. Threads take turns."""
 
     def __init__(
         self,
@@ -121,8 +121,6 @@ class Renderer:
 
 
 class TemplateProcess:
-    """Ends with this object."""
-
     def __init__(self, processor_s: float, memory: int, wall_s: float) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
@@ -164,7 +162,7 @@ def _end(process: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
 class ChatTexts:
     """Renders chats as transformers does.
 
-    A tokenizer's own `apply_chat_template` (Mistral's) runs in this process: such code is transformers' or a model's
+    A tokenizer's own `apply_chat_template` (Mistral's) runs in this process: it is code of transformers, or of a model
     with
     `model.trust_remote_code`.
     """
@@ -182,8 +180,8 @@ class ChatTexts:
         kwargs: Mapping[str, Any] | None = None,
         continued: bool = False,
     ) -> str:
-        """`header` adds the beginning of an answer; if `continued`, the answer continues the last message. Raises
-        RenderError, ValueError, and what a tokenizer's own code raises."""
+        """`header` adds the beginning of an answer; if `continued`, it continues the last message. Raises RenderError,
+        ValueError, and what a tokenizer's own code raises."""
         if not messages:
             raise ValueError("there is no message")
         if not self._is_jinja:
@@ -209,7 +207,7 @@ class ChatTexts:
 
 
 def marked(message: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Append CONTINUED; also return the text before."""
+    """Also return the text before CONTINUED."""
     content = deepcopy(message["content"])
     if isinstance(content, str):
         return {**message, "content": content + CONTINUED}, content
@@ -222,7 +220,7 @@ def marked(message: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def until_mark(text: str, last: str) -> str:
-    """Return the text before CONTINUED. Raises ValueError if the template changed it."""
+    """Raises ValueError if the template changed the text."""
     before, found, behind = text.rpartition(CONTINUED.strip())
     if not found or last.strip() not in before:
         raise ValueError(CHANGED)

@@ -1,7 +1,6 @@
 """The process of `renderer.py`: renders Jinja templates in Jinja's sandbox.
 
-The kernel ends it when a request takes too much processor time (SIGPROF), even inside one call of C. Imports nothing
-slow.
+The kernel ends it after too much processor time (SIGPROF), even inside one call of C. Imports nothing slow.
 """
 
 import json
@@ -24,7 +23,7 @@ from rollout.cage.frames import unpacker
 
 CACHED = 32
 ERROR_CHARACTERS = 2000
-"""A template may put all of a row into an error."""
+"""A template may put a whole row into an error."""
 
 
 class GenerationTag(Extension):
@@ -49,12 +48,12 @@ def raise_exception(message: str) -> NoReturn:
 def to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """transformers' filter `tojson`, which does not escape HTML."""
+    """transformers' filter, which does not escape HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def chat_environment() -> jinja2.Environment:
-    """As transformers' for chat templates; a test compares both."""
+    """As transformers'; a test compares both."""
     made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols])
     made.filters["tojson"] = to_json
     made.globals |= {"raise_exception": raise_exception, "strftime_now": lambda form: datetime.now().strftime(form)}

@@ -1,4 +1,4 @@
-"""Translates `rollout.chat.thinking` into the argument that switches thinking in a chat template."""
+"""Translates `rollout.chat.thinking` into a chat template's argument."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -15,14 +15,15 @@ if TYPE_CHECKING:
 ANSWER, NEXT = "Zq7AnswerZq7", "Zq7NextZq7"
 CHAT = [{"role": "user", "content": "1"}, {"role": "assistant", "content": ANSWER}]
 UNUSABLE = (RenderError, LookupError, TypeError, ValueError, AttributeError)
-"""Raised for a refused chat."""
+"""For a refused chat."""
 CHAT_TEMPLATE = "chat template"
 
 
 def named_ends(model: str, tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
     """Return tokens that end an answer, with the file that names each. Raises ConfigError.
 
-    `config.json` counts without a `generation_config.json`, and with added tokens only: its defaults may be any token.
+    `config.json` counts only without a `generation_config.json`, and only added tokens do: its defaults may be any
+    token.
 
     Example: `{128001: "tokenizer", 128009: "generation_config.json"}`
     """
@@ -77,7 +78,6 @@ def turn_end(texts: ChatTexts, tokenizer: "PreTrainedTokenizerBase", kwargs: Map
 
 
 def common(one: str, other: str) -> int:
-    """Return the length of the common beginning."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 

@@ -18,7 +18,6 @@ def vllm_fields() -> Iterator[str]:
 
 
 def registered(package: str, table: str) -> Iterator[str]:
-    """Yield the names in a table of parsers, a dict literal."""
     node = definition(f"vllm.{package}.{table}")
     if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict):
         yield from (str(key.value) for key in node.value.keys if isinstance(key, ast.Constant))
@@ -32,7 +31,6 @@ def cpu_head_sizes() -> Iterator[int]:
 
 
 def attention_of_cohere() -> ast.AST | None:
-    """Cohere's attention, which makes its own windows."""
     return definition("vllm.model_executor.models.commandr.CohereAttention")
 
 

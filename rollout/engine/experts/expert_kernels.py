@@ -1,6 +1,6 @@
 """Decides which experts in vLLM may get a new policy, and adds what vLLM's loads lack.
 
-vLLM rearranges experts for its kernel, so they go in by its reload, where that was seen to be right.
+vLLM rearranges experts for its kernel: they go in by its reload, where that was seen to be right.
 """
 
 from collections.abc import Iterator
@@ -67,7 +67,7 @@ def needs_trial(model: torch.nn.Module, vllm_config: Any) -> bool:
 
 
 def loads_in_place(model: torch.nn.Module, device: torch.device) -> bool:
-    """Whether `load_weights` may write into the parameters that the kernel reads."""
+    """Whether `load_weights` may write into the kernel's parameters."""
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
     kept = device.type == "cuda" and all(is_kept(layer.quant_method) for layer in layers)
     return kept and type(model).__name__ in WRITE_THEMSELVES

@@ -2,8 +2,8 @@
 
 It loads random weights A, A with each kind of weight changed in turn, B, then A again. Each change must change
 log-probabilities, and A must give the same ones again. Decoded tokens must have the log-probabilities that a prompt of
-them has, because decoding may read other copies of weights. A place that is wrong in every load stays unseen; the probe
-of the first policy compares it with the learner.
+them has: decoding may read other copies of weights. A place that is wrong in every load stays unseen; the first
+policy's probe compares it with the learner.
 """
 
 import logging
@@ -64,7 +64,7 @@ async def _try_all(engine: TriedEngine, kinds: Sequence[str]) -> None:
 
 
 def drawn_texts(vocabulary: int, longest: int) -> list[list[int]]:
-    """`longest` has room for tokens decoded after the last text, and for one that vLLM samples after each scored one."""
+    """`longest` has room for tokens decoded after the last text, and one that vLLM samples after each scored text."""
     draw, room = random.Random(0), longest - DECODED - 1
     return [[draw.randrange(vocabulary) for _ in range(max(2, min(length, room)))] for length in LENGTHS]
 
@@ -82,7 +82,7 @@ async def _scores(engine: TriedEngine, texts: Sequence[list[int]]) -> list[float
 
 
 async def _decoding_is_off(engine: TriedEngine, prompt: list[int]) -> float:
-    """Compare decoded tokens' log-probabilities with those of a prompt."""
+    """Compare decoded tokens with a prompt of them."""
     answer = await engine.generate(prompt, DECODED, 1.0)
     read = (await engine.probe(prompt + list(answer.tokens)))[len(prompt) - 1 :]
     return _mean(list(answer.logprobs), read)

@@ -16,7 +16,7 @@ CHECKED_TOKENS = 64
 
 
 class RowsKept:
-    """Copies rows: the steps' arrays would stay in memory for all of their sequences."""
+    """Copies rows: the steps' arrays would stay in memory for all their sequences."""
 
     def __init__(self) -> None:
         self._data, self._like = bytearray(), np.zeros((0, 0, 0), np.uint8)
@@ -31,7 +31,7 @@ class RowsKept:
 
 
 class ReturnedRoutes:
-    """`config`: the text config, as transformers writes it."""
+    """`config`: the text config of transformers."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._layers, self._all_layers = expert_layers(config), int(config["num_hidden_layers"])

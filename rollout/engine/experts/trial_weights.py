@@ -51,7 +51,7 @@ class TrialWeights:
         return sorted({kind_of(name) for name in names})
 
     def tensors(self, changed: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the weights, others for the kind `changed` or every kind."""
+        """The kind `changed`, or every kind, gets other values."""
         source = torch.Generator(self._device)
         for name, shape in self._shapes.items():
             source.manual_seed(2 * zlib.crc32(name.encode()) + (changed in (EVERY_KIND, kind_of(name))))

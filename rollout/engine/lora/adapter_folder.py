@@ -27,7 +27,6 @@ SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MANIFEST = "manifest.json"
 PREFIX = "base_model.model."
 STILL_S = 30.0
-"""Interval of log lines."""
 UNSERVED = ("use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication")
 """PEFT's settings that change what an adapter computes."""
 
@@ -43,7 +42,7 @@ class AdapterFolder:
 
     @classmethod
     def read(cls, folder: Path) -> "AdapterFolder":
-        """Raises ValueError if vLLM cannot serve the adapter."""
+        """Raises ValueError if vLLM cannot serve it."""
         settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
         unserved = [key for key in UNSERVED if settings.get(key)]
         only = {"peft_type": "LORA", "bias": "none"}
@@ -101,7 +100,7 @@ def is_adapter(folder: Path) -> bool:
 
 
 def same_model(one: str, other: str) -> bool:
-    """Compare real paths, or only their last parts if one is not here."""
+    """Compare real paths, or only last parts if one is not here."""
     if Path(one).is_dir() and Path(other).is_dir():
         return Path(one).resolve() == Path(other).resolve()
     return Path(one).name == Path(other).name
@@ -115,13 +114,13 @@ def base_digest(checkpoint: Path) -> str:
 
 
 def digest_like(checkpoint: Path, path: str) -> str:
-    """Compute the digest in a learner's process, which reads the whole model. Raises ValueError."""
+    """Have a learner's process read the whole model. Raises ValueError."""
     log.warning("reading all of %s: the adapter in %s is of a base of another name", path, checkpoint)
     return last_word(command("learner", "digest", str(checkpoint), path))
 
 
 def last_word(command: Sequence[str], every_s: float = STILL_S) -> str:
-    """Return the command's last word. Raises ValueError if it fails."""
+    """Raises ValueError if `command` fails."""
     began = time.monotonic()
     with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True) as process:
         try:

@@ -35,7 +35,7 @@ class AdapterLoad:
         return Regions(problem="an adapter is loaded from whole tensors")
 
     def load_staged(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Raises ValueError if vLLM's model has other layers."""
+        """Raises ValueError if vLLM has other layers."""
         self._copies.load(weights)
 
     def forget_staged(self) -> None:
@@ -114,7 +114,7 @@ class AdapterSlot:
         mapper = getattr(self._inner.model, "hf_to_vllm_mapper", None)
         if mapper is None:
             return None
-        # vLLM 0.26 has another name for it
+        # vLLM 0.26 names it otherwise
         return mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper.get_unstacked_mapper()
 
     def _check(self, adapter: LoRAModel, whole: bool) -> None:

@@ -22,7 +22,7 @@ ABSENT = (
     *("connector", "ec_connector", "aux_output_connector", "perf_metrics", "num_spec_tokens", "use_pp"),
     *("defer_block_free", "need_mamba_block_aligned_split", "needs_kv_cache_zeroing", "enable_return_routed_experts"),
 )
-"""They forbid plain steps. The last means routes up to vLLM 0.30, `aux_output_connector` since."""
+"""The last means routes up to vLLM 0.30, `aux_output_connector` since."""
 RUNNING = RequestStatus.RUNNING
 (STALE,) = {"num_stale_output_tokens", "async_tokens_to_discard"} & {*Request.__init__.__code__.co_names}
 """Tokens launched before a preemption."""
@@ -104,7 +104,6 @@ class PlainSteps(Scheduler):
             self.running, (self.max_num_running_reqs, self.max_num_active_reqs) = running, limits
 
     def _rl_ahead(self) -> int:
-        """Tokens counted before they are sampled."""
         return int(isinstance(self, AsyncScheduler))
 
     def rl_take(self, step: Any, output: Any, logprobs: list[float], version: int) -> dict[str, int]:

@@ -12,7 +12,7 @@ SAME = ("client_index", "arrival_time", "mm_features", "lora_request", "cache_sa
 
 @dataclass(eq=False, slots=True)
 class Record:
-    """What was sampled for one request: [tokens] float32 and int32, and its routes."""
+    """[tokens] float32 and int32, and routes."""
 
     request: Request
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
@@ -20,7 +20,7 @@ class Record:
     rows: RowsKept = field(default_factory=RowsKept)
     stops: frozenset[int] = frozenset()
     most: int = 0
-    """Tokens at which it ends in any case; 0: it is always vLLM's."""
+    """It ends at so many tokens in any case; 0: it is always vLLM's."""
 
     @classmethod
     def of(cls, request: Request, max_model_len: int) -> "Record":

@@ -136,7 +136,7 @@ class KeepingScheduler(PlainSteps):
 
 
 class KeepingAsyncScheduler(KeepingScheduler, AsyncScheduler):
-    """For steps that are scheduled before the tokens of the last one are there."""
+    """For steps that are scheduled before the last one's tokens are there."""
 
 
 def scheduler(*, vllm_config: Any, **rest: Any) -> KeepingScheduler:
