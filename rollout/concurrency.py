@@ -24,9 +24,9 @@ RETRY_S = 60.0
 
 
 class Places:
-    """A lower limit ends no running sample.
+    """Places for groups of `samples`. A lower limit ends no running sample.
 
-    `mean_tokens`: expected, then of recent samples.
+    `mean_tokens`: as expected, then of recent samples.
     """
 
     def __init__(self, limit: int, samples: int, mean_tokens: float = 1.0) -> None:
@@ -100,7 +100,7 @@ class GroupPlaces:
 
 
 class SparePlaces:
-    """`share` of all places, at least one; in a lull all that are free."""
+    """Places for single samples: `share` of all, at least one; in a lull all that are free."""
 
     def __init__(self, places: Places, share: float) -> None:
         self._places, self._share, self.taken = places, share, 0

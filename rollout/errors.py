@@ -79,7 +79,7 @@ class EngineDead(RuntimeError):
 
 
 def all_errors(error: BaseException) -> Iterator[BaseException]:
-    """Yield the exceptions inside groups, in order."""
+    """Yield the exceptions that are no groups, in order."""
     if isinstance(error, BaseExceptionGroup):
         for one in error.exceptions:
             yield from all_errors(one)

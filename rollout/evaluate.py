@@ -166,6 +166,8 @@ def record_of(model: str, problems: ProblemSet, played: Played) -> dict[str, Any
 
 
 class Table:
+    """Prints a line for each record."""
+
     def __init__(self, sets: Sequence[ProblemSet], models: Sequence[Path]) -> None:
         self._model = max(len(str(model)) for model in models)
         self._set = max(len("set"), *(len(each.name) for each in sets)) if [s.name for s in sets] != ["eval"] else 0

@@ -23,9 +23,8 @@ class CagedFunction:
 
     The worker calls `loader` (`module:function`) with `arguments`. `memory_gib` and `max_processes` include all that it
     started. `prefix` and a field's name are the run file's key. Worker 0 prints to `{log}-0.log`. A worker runs one
-    call at
-    a time; if the function's `about` says `async`, up to `concurrency`; with `episodes`, any number of
-    `await function(problem, generate)`. A worker or a cancelled call has `grace_s` to end by itself.
+    call at a time; if the function's `about` says `async`, up to `concurrency`; with `episodes`, any number of `await
+    function(problem, generate)`. A worker or a cancelled call has `grace_s` to end by itself.
     """
 
     name: str
@@ -50,8 +49,7 @@ class CagedError(EpisodeError):
     """A call has no result; the text is one line.
 
     `origin`: an exception's type, or `died`, `timed_out`, `out_of_memory`, `unloadable`, `unanswerable` (the result
-    cannot
-    travel).
+    cannot travel).
     """
 
     def __init__(

@@ -41,8 +41,8 @@ Program = Callable[[int], object]
 
 @dataclass(frozen=True)
 class Apart:
-    """`memory`: the limit as text. `echo`: print all output, keep only its end. `files`: the worker's files to keep
-    open."""
+    """How a program runs. `memory`: the limit as text. `echo`: print all output, keep only its end. `files`: the
+    worker's files to keep open."""
 
     name: str
     memory: str
@@ -158,6 +158,8 @@ def _wait(child: int, worker: socket.socket, said: "Said") -> tuple[str, str]:
 
 
 class Said:
+    """What the program writes."""
+
     def __init__(self, fd: int, echo: bool) -> None:
         self.fd, self.echo, self.kept, self.too_long = fd, echo, bytearray(), False
         os.set_blocking(fd, False)

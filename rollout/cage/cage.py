@@ -23,7 +23,7 @@ MAX_BACKOFF_S = 30.0
 
 
 class CallOnServer:
-    """`done`: the call's "ended" message, or its worker's end."""
+    """A call as the server sees it. `done`: its "ended" message, or its worker's end."""
 
     def __init__(
         self, number: int, message: bytes, generate: Generate | None, on_worker: Callable[[bool], object]
@@ -73,8 +73,11 @@ class CallOnServer:
 
 
 class Cage:
-    """Entering raises Unloadable. A call's time counts from its start on a worker. A worker that ends is replaced: only
-    the call whose code ran fails, and the others are returned; if that call is unknown, all fail."""
+    """An async context manager over worker processes.
+
+    Entering raises Unloadable. A call's time counts from its start on a worker. A worker that ends is replaced: only
+    the call whose code ran fails, and the others are returned; if that call is unknown, all fail.
+    """
 
     def __init__(self, function: CagedFunction, workers: int = 1) -> None:
         self.function, self.num_workers = function, workers
@@ -111,8 +114,7 @@ class Cage:
         """Call the function with plain values.
 
         Raises CagedError, and any exception of `generate` that the episode did not handle. A cancelled call is killed
-        after
-        `grace_s`. `on_worker(False)`: the worker lost the call before it began.
+        after `grace_s`. `on_worker(False)`: the worker lost the call before it began.
         """
         number = next(self._numbers)
         try:

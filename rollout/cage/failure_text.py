@@ -35,7 +35,7 @@ def is_ours(error: BaseException) -> bool:
 
 
 def describe_load_error(name: str, error: BaseException) -> tuple[str, str]:
-    """A loader's ValueError needs no prefix."""
+    """Return reason and traceback; a loader's ValueError needs no prefix."""
     how = _text(error) if type(error) is ValueError else f"{name} cannot be loaded: {exception_text(error)}"
     return one_line(how), user_frames(error)
 

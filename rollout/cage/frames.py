@@ -12,7 +12,7 @@ BAD_BYTES = (ValueError, TypeError, OverflowError, msgpack.UnpackException)
 
 
 def encode(message: Any) -> bytes:
-    """Takes plain values, including numpy's, decimals and fractions.
+    """Encode plain values, including numpy's, decimals and fractions.
 
     Raises TypeError, ValueError or OverflowError, and what users' classes raise.
     """

@@ -18,7 +18,7 @@ def kill_below(root: int, children: dict[int, list[int]]) -> None:
 
 
 def children_of_all() -> dict[int, list[int]]:
-    """Leaves out zombies."""
+    """Return each process's children, without zombies."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():

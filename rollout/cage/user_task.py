@@ -28,7 +28,7 @@ ATTRIBUTES = tuple(vars(Trajectory([])))
 
 
 class UserTask:
-    """A call is one episode.
+    """The task that `rollout.task` names. A call is one episode.
 
     Entering raises ValueError, an episode without result CagedError.
     """
@@ -119,7 +119,7 @@ def caged_task(config: Config, log: Path | None) -> CagedFunction:
 
 
 class ShownImages:
-    """Decodes each image once, although every turn sends them all."""
+    """Images of one episode, decoded once although every turn sends them all."""
 
     def __init__(self, form: ImageFormat | None) -> None:
         self.form = form
@@ -151,7 +151,7 @@ def trajectory_of(name: str, values: Any) -> Trajectory:
 
 
 def load_episode(task: Callable[..., Awaitable[Any]], model: dict[str, Any], data: dict[str, Any]) -> Plain:
-    """In a worker: give a task that makes a trajectory plain values."""
+    """In a worker: wrap a task that makes a trajectory as a function of plain values."""
 
     @cache
     def tokenizer() -> Any:

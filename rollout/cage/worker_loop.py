@@ -107,7 +107,7 @@ def leave_fork(home: int) -> None:
 
 
 class RunningEpisode:
-    """`left_s`: time left outside of `generate`."""
+    """One episode. `left_s`: its time left outside of `generate`."""
 
     def __init__(self, number: int, left_s: float, expire: Callable[["RunningEpisode"], None]) -> None:
         self.number, self.left_s, self.expire, self.answered, self.generating = number, left_s, expire, False, 0
@@ -125,6 +125,8 @@ class RunningEpisode:
 
 
 class EpisodeServer:
+    """All episodes of this process."""
+
     def __init__(self, function: CagedFunction, state: CallState, play: Callable[..., Awaitable[Any]]) -> None:
         self.function, self.state, self.play, self.home = function, state, play, os.getpid()
         self.loop = asyncio.get_running_loop()

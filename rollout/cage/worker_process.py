@@ -28,7 +28,7 @@ work(*worker)"""
 
 @dataclass(frozen=True)
 class WorkerEnd:
-    """`started`: number of calls. `current`: the call whose code ran (0: none)."""
+    """How a worker ended. `started`: number of calls. `current`: the call whose code ran (0: none)."""
 
     origin: str = "died"
     how: str = "was running when its process and that process's warden were lost"
@@ -38,7 +38,7 @@ class WorkerEnd:
 
 
 class WorkerProcess:
-    """`end` is done once the process has ended."""
+    """One worker. `end` is done once the process has ended."""
 
     def __init__(self, function: CagedFunction) -> None:
         self.function = function

@@ -13,8 +13,8 @@ from rollout.tasks.trajectory import Completion, Trajectory
 
 @dataclass(eq=False)
 class RecordedTurn:
-    """`given`: tokens between `parent` and the sampled ones. `request`, `answered`: digests of messages before and with
-    the answer."""
+    """One answer. `given`: tokens between `parent` and the sampled ones. `request`, `answered`: digests of messages
+    before and with the answer."""
 
     parent: "RecordedTurn | None"
     given: list[int]
@@ -43,6 +43,8 @@ class RecordedTurn:
 
 
 class Conversation:
+    """The turns of one episode."""
+
     def __init__(self) -> None:
         self._turns: list[RecordedTurn] = []
         self._undelivered: list[bytes] = []

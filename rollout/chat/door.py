@@ -57,7 +57,7 @@ class Door:
         self._timer: asyncio.TimerHandle | None = None
 
     def on_worker(self, given: bool) -> None:
-        """A worker got the agent, whose time begins, or lost it."""
+        """Start the agent's time when a worker gets it; stop when the worker loses it."""
         self.left_s = self.own_s
         if self._timer:
             self._timer.cancel()
@@ -112,7 +112,7 @@ class Door:
 
 
 class ChatServer:
-    """Entering raises ValueError."""
+    """Listens while entered. Entering raises ValueError."""
 
     def __init__(self, config: "ChatConfig", temperature: float) -> None:
         self.config, self.ignored = config, Ignored(temperature)
@@ -261,5 +261,5 @@ def refused_body(error: Exception) -> dict[str, Any]:
 
 
 def refusal(status: int, body: dict[str, Any]) -> web.Response:
-    """OpenAI's client does not retry it."""
+    """Return an error that OpenAI's client does not retry."""
     return web.json_response(body, status=status, headers={"x-should-retry": "false"})

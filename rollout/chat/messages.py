@@ -18,6 +18,8 @@ KEPT = ("name", "tool_call_id")
 
 @dataclass(frozen=True)
 class ChatRequest:
+    """Normalized messages, and tools."""
+
     messages: list[Message]
     tools: list[dict[str, Any]] | None
     prefixes: list[bytes]
@@ -40,7 +42,7 @@ class ChatRequest:
 
 
 def read_message(place: str, message: Any) -> Message:
-    """Raises ChatRefused."""
+    """Normalize a message. Raises ChatRefused."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ChatRefused(f"{place}: a dict with role and content is needed")
     made = {"role": message["role"], "content": _text(place, message.get("content"))}

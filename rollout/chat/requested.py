@@ -29,6 +29,8 @@ NEVER = ("seed", "logprobs", "top_logprobs", "parallel_tool_calls")
 
 @dataclass(frozen=True)
 class Requested:
+    """A request that can be taken."""
+
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     max_tokens: int | None = None

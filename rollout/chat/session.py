@@ -32,7 +32,7 @@ class ChatLimits:
 
 @dataclass(frozen=True)
 class Reply:
-    """`message` has `reasoning`, the same as `reasoning_content`, and OpenAI's `tool_calls` if any."""
+    """An answer. `message` has `reasoning`, the same as `reasoning_content`, and OpenAI's `tool_calls` if any."""
 
     message: dict[str, Any]
     finish_reason: str
@@ -64,6 +64,8 @@ class TextParser:
 
 
 class Session:
+    """One episode as chat."""
+
     def __init__(self, generate: Generate, template: ChatTemplate, parser: AnswerParser, limits: ChatLimits) -> None:
         self._generate, self._template, self._parser, self._limits = generate, template, parser, limits
         self._conversation, self._began = Conversation(), time.monotonic()
@@ -81,8 +83,7 @@ class Session:
         """Sample the answer to `messages`.
 
         `repeated`: the client lost the earlier answer, which is not trained on. Raises ChatRefused for malformed
-        messages and
-        used-up limits; EpisodeError, EngineDead.
+        messages and used-up limits; EpisodeError, EngineDead.
         """
         self._check_open()
         self._begun += 1
@@ -220,6 +221,8 @@ class Session:
 
 @dataclass(frozen=True)
 class Sessions:
+    """Opens a session for each sample."""
+
     template: ChatTemplate
     parser: AnswerParser
     limits: ChatLimits

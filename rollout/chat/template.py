@@ -22,7 +22,7 @@ Tools = list[Any] | None
 
 
 class ChatTemplate:
-    """Methods raise ChatRefused.
+    """The run's chat template. Methods raise ChatRefused.
 
     `keep`: go on after an answer even if the template would rewrite earlier text.
     """

@@ -55,6 +55,7 @@ CPU_ENVIRONMENT = {
 
 
 def problems(engine: Mapping[str, Any], config: Config) -> list[str]:
+    """List unknown keys, and steps that are too small."""
     lines = unknown_fields(engine, "rollout")
     tokens, most = engine.get("max_num_batched_tokens"), max_sequences(config, config.rollout.device != "cuda")
     if isinstance(tokens, int) and tokens < most:
@@ -80,7 +81,7 @@ def unknown_fields(engine: Mapping[str, Any], section: str) -> list[str]:
 
 
 def unknown_parsers(config: Config) -> Iterator[str]:
-    """Yield nothing without vLLM."""
+    """Yield parsers that the installed vLLM lacks; none without vLLM."""
     for key in PARSERS:
         if (name := getattr(config.rollout.chat, key)) not in (None, AUTO):
             yield from unknown_parser(key, name)
@@ -181,7 +182,7 @@ def can_fp8() -> bool:
 
 
 def environment(cpu: bool) -> dict[str, str]:
-    """Variables that are set keep their value."""
+    """Return variables for vLLM; those that are set keep their value."""
     common = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1"}  # one server is one machine
     gloo_here(common)
     if folder := socket_folder(VLLM_BYTES):

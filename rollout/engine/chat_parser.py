@@ -15,7 +15,7 @@ ID_CHARACTERS = string.ascii_letters + string.digits
 
 
 class VllmParser:
-    """Raises ValueError if the parsers do not suit the tokenizer."""
+    """Reads answers. Raises ValueError if the parsers do not suit the tokenizer."""
 
     def __init__(self, tokenizer: Any, chat: ChatConfig, model: str) -> None:
         self._tokenizer, self._kwargs = tokenizer, chat.template_kwargs

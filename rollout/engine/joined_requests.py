@@ -35,6 +35,8 @@ class Bundle:
 
 
 class JoinedRequests:
+    """The samples under way in an engine."""
+
     def __init__(self, llm: AsyncLLM, adapter: LoRARequest | None) -> None:
         """Holds no reference to `llm`, whose process ends with it."""
         llm._run_output_handler()

@@ -42,6 +42,8 @@ ATTENTION_SCALES = (".q_scale", ".k_scale", ".v_scale", ".prob_scale")
 
 
 class ModelLoad:
+    """Loads weights into a worker's part of vLLM's model."""
+
     def __init__(self, model: torch.nn.Module, vllm_config: Any, device: torch.device) -> None:
         self.model: Any = model
         self.vllm_config, self.device = vllm_config, device

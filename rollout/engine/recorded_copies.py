@@ -30,7 +30,7 @@ class Recording:
 
 
 class RecordedCopies:
-    """`model` must load in place. `padded`: it is zeroed, then filled in part."""
+    """Loads into `model`, which must load in place. `padded`: it is zeroed, then filled in part."""
 
     def __init__(self, model: Any, padded: bool = False) -> None:
         self._model, self._padded = model, padded

@@ -21,6 +21,8 @@ LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
 
 @dataclass
 class Loading:
+    """How regions get into parameters at `addresses`."""
+
     addresses: list[int]
     targets: dict[Region, list[torch.Tensor]]
     fills: list[Callable[[], object]]
@@ -29,7 +31,7 @@ class Loading:
 
 
 class RegionCopies:
-    """`model` must load in place."""
+    """Loads into `model`, which must load in place."""
 
     def __init__(self, model: Any) -> None:
         self._model = model
@@ -37,7 +39,7 @@ class RegionCopies:
         self._again: Callable[[], Regions] = Regions
 
     def find(self, specs: Sequence[Spec], load: LoadWeights) -> Regions:
-        """Changes no parameter."""
+        """Return the regions that `load` copies; change no parameter."""
         self._again = lambda: self.find(specs, load)
         try:  # untouched pages of host memory, from which vLLM reads files too
             sources = {name: torch.empty(shape, dtype=dtype, device="cpu") for name, shape, dtype in specs}

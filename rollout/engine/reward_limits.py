@@ -19,7 +19,7 @@ App = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
 
 
 class RequestLimits:
-    """On a loopback `host` requests must name this machine."""
+    """Limits requests; on a loopback `host` they must name this machine."""
 
     def __init__(self, app: App, host: str) -> None:
         self.app, self.host = app, host
@@ -57,12 +57,16 @@ class RequestLimits:
 
 
 class BodyRefused(Exception):
+    """A body is too long, or takes too long."""
+
     def __init__(self, status: int, reason: str) -> None:
         super().__init__(reason)
         self.status = status
 
 
 class LimitedBody:
+    """A request's body as it arrives."""
+
     def __init__(self, receive: Receive) -> None:
         self._receive, self._size, self._whole = receive, 0, False
         self._until = asyncio.get_running_loop().time() + BODY_S

@@ -44,6 +44,8 @@ def report_final_failures() -> None:
 
 
 class ReasonFile(logging.Handler):
+    """Writes the first final exception to a file."""
+
     def __init__(self, name: str) -> None:
         super().__init__(logging.ERROR)
         self._name, self._written = name, False

@@ -54,6 +54,8 @@ START_S = 600.0
 
 
 class Engine:
+    """One vLLM engine, made by `start`."""
+
     def __init__(self, llm: AsyncLLM, reports: Reports, requests: JoinedRequests) -> None:
         self._llm, self._reports, self._requests = llm, reports, requests
         self._version = self._loads = self._folders = 0
@@ -127,8 +129,7 @@ class Engine:
         """Sample a continuation of `prompt`, up to a stop token, which is kept, or `max_tokens`.
 
         Log-probabilities are under `temperature`. Prompts are cached under `salt`. The first `routed` tokens need no
-        routes.
-        Raises EpisodeError for refused tokens, EngineError for other errors of this request, EngineDead.
+        routes. Raises EpisodeError for refused tokens, EngineError for other errors of this request, EngineDead.
         """
         salt = salt or self.salt
 
@@ -171,7 +172,7 @@ class Engine:
 
     @asynccontextmanager
     async def paused(self) -> AsyncIterator[None]:
-        """Weights are received into place meanwhile; unfinished sequences go on afterwards."""
+        """Stop generation while weights are received into place; unfinished sequences go on afterwards."""
         async with self._pausing:
             pause = self._llm.engine_core.pause_scheduler_async(mode="keep", clear_cache=False)
             await self.call_or_death(pause, None)
@@ -234,7 +235,7 @@ class Engine:
         return self._reports.tokens
 
     def stats(self) -> dict[str, float]:
-        """Means and the longest stall are since the last call."""
+        """Return vLLM's last report; means and the longest stall are since the last call."""
         (then, before), now, reports = self._last_stats, time.monotonic(), self._reports
         self._last_stats = (now, reports.tokens)
         stall_s, reports.stall_s = reports.stall_s, 0.0
@@ -273,7 +274,7 @@ class Engine:
 
     @property
     def salt(self) -> str:
-        """Changes with each load. A sample of several turns keeps its first salt, so its history is not computed again."""
+        """Changes with each load. A sample of several turns keeps its first salt, so that its history stays cached."""
         return str(self._loads)
 
     def _input(self, tokens: list[int], images: Sequence[PlacedImage], salt: str) -> Any:

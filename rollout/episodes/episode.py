@@ -35,6 +35,8 @@ def uncounted(sample: "asyncio.Task[Recorded]") -> None:
 
 @dataclass(frozen=True)
 class Group:
+    """All samples of a problem."""
+
     samples: list[Sample]
     failures: FailureLog = field(default_factory=FailureLog)
 
@@ -51,7 +53,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Failure:
-    """`returned`: counts as no attempt."""
+    """Why an item did not become a group. `returned`: counts as no attempt."""
 
     reason: str
     kind: FailureKind = "infrastructure"
@@ -64,6 +66,8 @@ class Failure:
 
 @dataclass
 class Episodes:
+    """Makes groups of `samples` from items."""
+
     prompts: Prompts
     task: Task
     sampler: Sampler

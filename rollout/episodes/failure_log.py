@@ -1,3 +1,5 @@
+"""Logs failed attempts."""
+
 import logging
 import time
 from collections import Counter

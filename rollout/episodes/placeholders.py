@@ -9,6 +9,8 @@ from rollout.tasks.trajectory import PlacedImage
 
 
 class SampledSoFar:
+    """What the policy sampled, whatever the task made of it."""
+
     def __init__(self) -> None:
         self._turns: list[tuple[list[int], list[int]]] = []
 
@@ -29,7 +31,7 @@ class SampledSoFar:
 def misplaced(
     tokens: list[int], sampled: np.ndarray, images: Sequence[PlacedImage], form: ImageFormat | None, most: int
 ) -> Iterator[str]:
-    """`sampled`: [tokens]."""
+    """Yield the faults of `images`. `sampled`: [tokens]."""
     if not all(isinstance(image, PlacedImage) for image in images):
         yield f"images are {images!r:.200}; a list of PlacedImage is needed, as Trajectory.images"
         return

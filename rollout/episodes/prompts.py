@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Prompts:
-    """`form`: None for a text model. Raises ConfigError."""
+    """The run's templates around each problem. `form`: None for a text model. Raises ConfigError."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", config: Config, form: ImageFormat | None = None) -> None:
         self.form = form
@@ -91,7 +91,7 @@ class Prompts:
             raise ConfigError([f"rollout.chat.thinking: {'on' if wanted else 'off'}: {error}"]) from None
 
     def with_pictures(self, row: dict[str, Any]) -> tuple[dict[str, Any], list[Picture]]:
-        """Takes tens of milliseconds for a photo. Raises PromptError."""
+        """Decode the row's images, in tens of milliseconds. Raises PromptError."""
         files, pictures = list[bytes](), list[Picture]()
         try:
             for data in row[IMAGES]:
@@ -102,7 +102,7 @@ class Prompts:
         return row | {IMAGES: files}, pictures
 
     def tokens(self, row: dict[str, Any], pictures: Sequence[Picture] = ()) -> list[int]:
-        """Raises PromptError."""
+        """Encode the prompt with the answer's header. Raises PromptError."""
         tokens = self.encode(row, pictures)
         if len(tokens) > self.longest:
             long = PromptError(f"prompt longer than data.max_prompt_tokens {self.longest}")

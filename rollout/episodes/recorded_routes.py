@@ -42,7 +42,7 @@ class RoutedAnswer:
 
 
 class RecordedRoutes:
-    """`wanted`: a sample without routes is useless."""
+    """Routes of one sample. `wanted`: without them it is useless."""
 
     def __init__(self, wanted: bool = False) -> None:
         self.wanted = wanted

@@ -29,6 +29,8 @@ MOST_REWARD = 1e12
 
 @dataclass(frozen=True)
 class Sampler:
+    """The engine under the run's sampling settings and bounds."""
+
     engine: "Engine"
     prompts: Prompts
     temperature: float

@@ -38,7 +38,7 @@ FILES = (
 
 @dataclass(frozen=True)
 class RolloutSetup:
-    """Entering waits for the workers and raises ValueError."""
+    """Prompts, task and rewards of a run. Entering waits for the workers and raises ValueError."""
 
     prompts: Prompts
     task: Task

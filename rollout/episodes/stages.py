@@ -8,7 +8,7 @@ STAGES = ("task", "generating", "scoring")
 
 
 class Stay:
-    """A generator's context manager takes twice as long."""
+    """Samples in a stage. A generator's context manager takes twice as long."""
 
     def __init__(self, others: "set[Stay]", samples: int) -> None:
         self.others, self.samples, self.since = others, samples, time.monotonic()
@@ -21,7 +21,7 @@ class Stay:
 
 
 class Stages:
-    """Example of `stats()`: `{"task": 0, "generating": 12, "scoring": 4, "scoring_s": 7.5}`."""
+    """Samples by stage. Example of `stats()`: `{"task": 0, "generating": 12, "scoring": 4, "scoring_s": 7.5}`."""
 
     def __init__(self) -> None:
         self._stays: dict[str, set[Stay]] = {stage: set() for stage in STAGES}

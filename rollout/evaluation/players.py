@@ -26,7 +26,7 @@ MOST_CHARS = 50_000
 
 @dataclass(frozen=True)
 class ProblemSet:
-    """Rows are read when asked for."""
+    """A set of `data.eval`, whose rows are read when asked for."""
 
     name: str
     given: EvalSet
@@ -39,6 +39,8 @@ class ProblemSet:
 
 @dataclass(frozen=True)
 class Played:
+    """What came of a set."""
+
     figures: dict[str, float]
     reasons: list[str]
     examples: list[dict[str, Any]]

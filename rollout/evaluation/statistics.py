@@ -13,7 +13,7 @@ SOLVED = 1.0
 
 @dataclass(frozen=True)
 class Attempt:
-    """Example: `Attempt(1.0, 212, False)`."""
+    """A scored answer. Example: `Attempt(1.0, 212, False)`."""
 
     reward: float
     length: int

@@ -41,6 +41,8 @@ class RefusedEnvironment(Exception):
 
 
 class Environment(Protocol):
+    """An environment of either API."""
+
     api: str
 
     def serving(self) -> contextlib.AbstractAsyncContextManager[Any]:
@@ -152,7 +154,7 @@ class TasksetEnvironment:
 
 
 def take_empty_answers(client: Any) -> None:
-    """verifiers 0.2 takes an empty answer for a failure of the model's server."""
+    """Score empty answers; verifiers 0.2 takes them for a failure of the model's server."""
     from verifiers.errors import EmptyModelResponseError
 
     check, read = client.raise_from_native_response, client.from_native_response
@@ -178,7 +180,7 @@ def note_errors(rubric: Any) -> None:
 
 
 def noting(function: Any) -> Any:
-    """Keep the signature."""
+    """Wrap a reward function; keep its signature."""
 
     @functools.wraps(function)
     async def call(*args: Any, **kwargs: Any) -> Any:
@@ -233,6 +235,8 @@ def shown(prompt: Any) -> str:
 
 
 class Host:
+    """Answers requests, many at a time."""
+
     def __init__(self, environment: Environment, answers: Any) -> None:
         self.environment, self.answers = environment, answers
         self.running: dict[int, asyncio.Task[None]] = {}
@@ -283,7 +287,7 @@ def protected() -> tuple[Any, Any]:
 
 
 def export(environment: Environment, name: str, path: str) -> int:
-    """Return the number of rows."""
+    """Write rows for `data.train`; return how many."""
     number = 0
     with open(path, "w", encoding="utf-8") as file:
         for row in environment.rows():

@@ -23,6 +23,8 @@ GAVE_UP = "gave_up"
 
 @dataclass
 class JudgeLimits:
+    """Limits of one call."""
+
     processor_s: float = 2.0
     """Right answers take 0.01 to 0.1 s. A busy machine costs no reward."""
     clock_s: float = 7.0

@@ -19,7 +19,7 @@ from rollout.errors import RewardError, TruthError
 
 
 class Turn(TypedDict):
-    """Example: `{"text": "7 apples", "sampled": False}`, from a tool."""
+    """A stretch of an answer. Example: `{"text": "7 apples", "sampled": False}`, from a tool."""
 
     text: str
     sampled: bool
@@ -27,6 +27,8 @@ class Turn(TypedDict):
 
 @dataclass(frozen=True)
 class Answer:
+    """What a reward function is given."""
+
     text: str
     num_tokens: int
     row: dict[str, Any]
@@ -79,7 +81,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class Score:
-    """Example: `Score(1.0, {"format": 1.0})`."""
+    """A reward and metrics. Example: `Score(1.0, {"format": 1.0})`."""
 
     reward: float
     metrics: dict[str, float] = field(default_factory=dict)
@@ -105,7 +107,7 @@ CONVENTIONS: dict[str, Callable[[Sequence[Answer]], list[dict[str, Any]]]] = {
 
 
 class Reward:
-    """Raises ValueError."""
+    """A reward function and its calling convention. Raises ValueError."""
 
     def __init__(self, name: str, function: Callable[..., Any], kwargs: dict[str, Any], key: str = "reward") -> None:
         self.name, self.function, self.kwargs, self.key = name, function, kwargs, key
@@ -226,7 +228,7 @@ def shown(value: Any) -> str:
 
 
 def finite(value: Any) -> float | None:
-    """Take finite real numbers of any library."""
+    """Return `value` as a float, if it is a finite real number of any library."""
     is_complex = "complex" in str(getattr(value, "dtype", ""))
     if isinstance(value, str | bytes) or is_complex or not hasattr(value, "__float__"):
         return None

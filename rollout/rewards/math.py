@@ -63,7 +63,7 @@ def _parse_truth(text: str) -> None:
 
 
 def is_prose(text: str) -> bool:
-    """True for `5 dollars`, but not for `1 and 2`."""
+    """Whether a text has words that are not mathematics: `5 dollars`, but not `1 and 2`."""
     return any(word not in MATH_WORDS for word in re.findall("[A-Za-z]{3,}", COMMAND.sub(" ", text)))
 
 

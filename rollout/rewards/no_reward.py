@@ -6,6 +6,8 @@ from rollout.rewards.convention import Answer, Score
 
 
 class NoReward:
+    """Each reward is 0."""
+
     asks = frozenset[str]()
 
     async def __aenter__(self) -> "NoReward":

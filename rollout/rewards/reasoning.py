@@ -22,8 +22,7 @@ def compute_score(solution_str: str, extra_info: dict[str, Any]) -> dict[str, fl
     """Score the last `<answer>`.
 
     Without one, or if the set's code raises, `formed` is 0. An answer that takes too long, or crashes its reader, gets
-    the
-    metric `gave_up`. Raises EntryError, TruthError.
+    the metric `gave_up`. Raises EntryError, TruthError.
     """
     entry = extra_info.get("reasoning_gym") if isinstance(extra_info, dict) else None
     if not isinstance(entry, dict) or not {"name", "config", "index", "question_sha256"} <= entry.keys():

@@ -24,7 +24,7 @@ MOST_LOSSES = 3
 
 
 class RewardPool:
-    """Entering raises ValueError."""
+    """A cage of workers for each reward function. Entering raises ValueError."""
 
     def __init__(self, config: RewardConfig, log: Path | None = None, keys: Path | None = None) -> None:
         self._several, self._servers = not isinstance(config.function, str), OwnServers(config.urls)
@@ -67,6 +67,8 @@ class RewardPool:
 
 
 class PartScorer:
+    """One reward function and its workers."""
+
     def __init__(
         self, config: RewardConfig, number: int, servers: OwnServers | None, log: str | None, keys: Path | None
     ) -> None:
@@ -117,7 +119,7 @@ class PartScorer:
 
 
 def weighted(parts: Sequence[RewardPart], scores: Sequence[Score]) -> Score:
-    """Add metrics such as `{"format": 1.0, "format/solved": 0.0}`."""
+    """Sum scores by weight, with metrics such as `{"format": 1.0, "format/solved": 0.0}`."""
     metrics: dict[str, float] = {}
     for part, score in zip(parts, scores, strict=True):
         metrics[part.metric] = score.reward

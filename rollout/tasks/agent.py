@@ -21,6 +21,8 @@ BLOCKED_S = 3.0
 
 
 class UrlEpisodes:
+    """Plays episodes of agents, as a task."""
+
     def __init__(self, config: Config, function: CagedFunction, cage: Cage, sessions: Sessions) -> None:
         self.function, self.server = function, ChatServer(config.rollout.chat, config.sampling.temperature)
         self._cage, self._sessions = cage, sessions

@@ -73,7 +73,7 @@ def start_host(environment: dict[str, Any]) -> subprocess.Popen[bytes]:
 
 
 class Relay:
-    """Kills a host that does not confirm a cancellation within `grace_s`."""
+    """Sends requests to a host. Kills one that does not confirm a cancellation within `grace_s`."""
 
     def __init__(self, host: subprocess.Popen[bytes], grace_s: float = GRACE_S) -> None:
         self.host, self.grace_s = host, grace_s
@@ -83,7 +83,7 @@ class Relay:
         self._connected: asyncio.Task[asyncio.WriteTransport] | None = None
 
     async def ask(self, request: dict[str, Any]) -> Any:
-        """Cancelling this cancels the request at the host."""
+        """Return the host's answer. Cancelling this cancels the request at the host."""
         if self._connected is None:  # its time belongs to no episode
             self._connected = asyncio.get_running_loop().create_task(self._connect(), context=Context())
         writer, number = await asyncio.shield(self._connected), next(self._numbers)

@@ -23,7 +23,7 @@ Play = Callable[..., Awaitable[Any]]
 
 
 def timed_by_server(play: Any, apart: bool) -> Play:
-    """For `worker_loop.py` and `worker_task.py`."""
+    """Mark a function for `worker_loop.py` and `worker_task.py`."""
     play.timed, play.apart, play.about = False, apart, {"convention": "base_url", "apart": apart}
     return play  # type: ignore[no-any-return]
 
@@ -62,7 +62,7 @@ def result_of_function(name: str, said: bytes) -> Any:
 
 
 def load_command(command: list[str], memory: str) -> Play:
-    """The program reads the row as JSON and writes its result on the last line."""
+    """Run a program that reads the row as JSON and writes its result on the last line."""
     name = command_name(command)
 
     async def play(row: dict[str, Any], base_url: str, api_key: str, generate: object) -> Any:
@@ -85,7 +85,7 @@ def command_name(command: Sequence[str]) -> str:
 
 
 def as_text(value: Any) -> Any:
-    """Bytes of an image become Base64."""
+    """Encode bytes of an image as Base64."""
     return base64.b64encode(value).decode() if isinstance(value, bytes) else value.tolist()
 
 

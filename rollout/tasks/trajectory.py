@@ -66,6 +66,8 @@ def place(tokens: list[int], pictures: Sequence[Picture]) -> list[PlacedImage]:
 
 @dataclass(frozen=True)
 class Problem:
+    """What a task makes a sample of."""
+
     row: dict[str, Any]
     prompt: list[int]
     tokenizer: "PreTrainedTokenizerBase"
@@ -78,11 +80,13 @@ class Problem:
     """Longest answer of one turn; None: `sampling.max_tokens`."""
 
     def left(self, tokens: list[int]) -> int:
-        """May be negative."""
+        """Return how many tokens may follow; may be negative."""
         return len(self.prompt) + self.max_tokens - len(tokens)
 
 
 class Taught(NamedTuple):
+    """What a teacher gave a sample."""
+
     teacher: str
     """`data_source` of its rows; "" for all others."""
     logprobs: np.ndarray
@@ -191,6 +195,8 @@ COLUMNS: dict[str, Callable[[Any], np.ndarray]] = {
 
 @dataclass(frozen=True)
 class Recorded:
+    """What was recorded of an episode, and its score."""
+
     trajectory: Trajectory
     score: Score | None
     """None: the reward function scores it."""
@@ -243,6 +249,7 @@ Task = Callable[[Problem, Generate], Awaitable[Trajectory | Recorded]]
 
 
 async def single_turn(problem: Problem, generate: Generate) -> Trajectory:
+    """Sample once."""
     trajectory = Trajectory(problem.prompt)
     trajectory.take(await generate(trajectory.tokens))
     return trajectory

@@ -24,7 +24,7 @@ MOST_LOSSES = 3
 
 
 class Teachers:
-    """Raises ValueError, and KeysError when entered."""
+    """All teachers of the run. Raises ValueError, and KeysError when entered."""
 
     def __init__(self, config: TeacherConfig, keys: Path) -> None:
         self._by_source, self._keys = {source: Teacher(config, source) for source in config.teachers}, keys
@@ -66,6 +66,8 @@ class Teachers:
 
 
 class Teacher:
+    """One teacher and its servers."""
+
     def __init__(self, config: TeacherConfig, source: str) -> None:
         self.source, given, urls = source, config.teachers[source], config.urls_of(source)
         key = key_of(config, source)

@@ -22,6 +22,8 @@ SHOWN_CHARS = 200
 
 
 class Opinion(NamedTuple):
+    """What a teacher gave for a text."""
+
     logprobs: np.ndarray
     """[tokens] float32, given the tokens before; 0 for the first one"""
     ids: np.ndarray | None = None
@@ -31,6 +33,8 @@ class Opinion(NamedTuple):
 
 
 class TeacherClient(HttpModel):
+    """A teacher's servers."""
+
     top_k: int | None = None
     _name: str = PrivateAttr("teacher")
 

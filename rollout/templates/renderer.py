@@ -54,7 +54,7 @@ class RenderError(Exception):
 
 
 class Renderer:
-    """Starts a process when needed. Threads take turns."""
+    """A process for templates, started when needed. Threads take turns."""
 
     def __init__(
         self,
@@ -121,6 +121,8 @@ class Renderer:
 
 
 class TemplateProcess:
+    """One process of `template_process.py`. Ends with this object."""
+
     def __init__(self, processor_s: float, memory: int, wall_s: float) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
@@ -163,8 +165,7 @@ class ChatTexts:
     """Renders chats as transformers does.
 
     A tokenizer's own `apply_chat_template` (Mistral's) runs in this process: it is code of transformers, or of a model
-    with
-    `model.trust_remote_code`.
+    with `model.trust_remote_code`.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", renderer: Renderer, template: str | None = None) -> None:
@@ -207,7 +208,7 @@ class ChatTexts:
 
 
 def marked(message: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Also return the text before CONTINUED."""
+    """Append CONTINUED; also return the text before."""
     content = deepcopy(message["content"])
     if isinstance(content, str):
         return {**message, "content": content + CONTINUED}, content
@@ -220,7 +221,7 @@ def marked(message: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def until_mark(text: str, last: str) -> str:
-    """Raises ValueError if the template changed the text."""
+    """Return the text before CONTINUED. Raises ValueError if the template changed it."""
     before, found, behind = text.rpartition(CONTINUED.strip())
     if not found or last.strip() not in before:
         raise ValueError(CHANGED)

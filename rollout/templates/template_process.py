@@ -53,7 +53,7 @@ def to_json(
 
 
 def chat_environment() -> jinja2.Environment:
-    """As transformers'; a test compares both."""
+    """Return the environment of transformers' chat templates; a test compares both."""
     made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols])
     made.filters["tojson"] = to_json
     made.globals |= {"raise_exception": raise_exception, "strftime_now": lambda form: datetime.now().strftime(form)}
@@ -61,7 +61,7 @@ def chat_environment() -> jinja2.Environment:
 
 
 def text_environment(keep_last_line_break: bool) -> jinja2.Environment:
-    """A missing name is an error."""
+    """Return an environment in which a missing name is an error."""
     return ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=keep_last_line_break)
 
 

@@ -22,7 +22,7 @@ CHAT_TEMPLATE = "chat template"
 def named_ends(model: str, tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
     """Return tokens that end an answer, with the file that names each. Raises ConfigError.
 
-    `config.json` counts only without a `generation_config.json`, and only added tokens do: its defaults may be any
+    `config.json` counts only without a `generation_config.json`, and only its added tokens do: its defaults may be any
     token.
 
     Example: `{128001: "tokenizer", 128009: "generation_config.json"}`
@@ -58,8 +58,7 @@ def turn_end(texts: ChatTexts, tokenizer: "PreTrainedTokenizerBase", kwargs: Map
     """Return the added token with which the chat template ends an assistant's turn, or None.
 
     It is the last added token after an answer both at a chat's end and before another message: Phi 3 closes a chat with
-    a
-    further token. If the two differ (gpt-oss), a turn ends as a chat does; if a chat has no end (GLM), where the next
+    a further token. If the two differ (gpt-oss), a turn ends as a chat does; if a chat has no end (GLM), where the next
     message begins.
     """
     try:

@@ -103,6 +103,6 @@ def packed_anew(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def parameter_name(name: str) -> str:
-    """Loaders of vLLM 0.26 name experts without their module."""
+    """Complete a name of vLLM 0.26's loaders, which leave out the experts' module."""
     head, between, tail = name.rpartition(".experts.w")
     return f"{head}.experts.routed_experts.w{tail}" if between else name

@@ -28,6 +28,8 @@ LOAD_S = 600.0
 
 
 class TriedEngine(Protocol):
+    """vLLM's engine."""
+
     @property
     def vocabulary(self) -> int: ...
     @property

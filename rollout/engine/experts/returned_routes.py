@@ -22,7 +22,6 @@ class RowsKept:
         self._data, self._like = bytearray(), np.zeros((0, 0, 0), np.uint8)
 
     def add(self, rows: np.ndarray) -> None:
-        """Rows are [tokens, layers, k]."""
         self._data += rows.tobytes()
         self._like = rows[:0]
 
@@ -31,7 +30,7 @@ class RowsKept:
 
 
 class ReturnedRoutes:
-    """`config`: the text config of transformers."""
+    """Checks a model's rows. `config`: the text config of transformers."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._layers, self._all_layers = expert_layers(config), int(config["num_hidden_layers"])

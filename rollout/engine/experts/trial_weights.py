@@ -24,7 +24,7 @@ def kind_of(name: str) -> str:
 
 
 class TrialWeights:
-    """Raises FolderError without weight files."""
+    """Weights for a worker. Raises FolderError without weight files."""
 
     def __init__(self, model_config: Any, device: torch.device) -> None:
         text = model_config.hf_text_config
@@ -46,12 +46,12 @@ class TrialWeights:
         return not (self._tied and name.endswith("lm_head.weight"))
 
     def kinds(self) -> list[str]:
-        """Only weights that text passes."""
+        """Return kinds of weights that text passes."""
         names = (name for name in self._shapes if not self._text_alone or TEXT_PARTS.search(name))
         return sorted({kind_of(name) for name in names})
 
     def tensors(self, changed: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """The kind `changed`, or every kind, gets other values."""
+        """Yield the weights, with other values for the kind `changed` or every kind."""
         source = torch.Generator(self._device)
         for name, shape in self._shapes.items():
             source.manual_seed(2 * zlib.crc32(name.encode()) + (changed in (EVERY_KIND, kind_of(name))))

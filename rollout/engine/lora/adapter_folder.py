@@ -33,6 +33,8 @@ UNSERVED = ("use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_p
 
 @dataclass(frozen=True)
 class AdapterFolder:
+    """Settings and layers of an adapter, without its tensors."""
+
     folder: Path
     rank: int
     scale: float
@@ -114,13 +116,13 @@ def base_digest(checkpoint: Path) -> str:
 
 
 def digest_like(checkpoint: Path, path: str) -> str:
-    """Have a learner's process read the whole model. Raises ValueError."""
+    """Have a learner's process compute the digest of the whole model. Raises ValueError."""
     log.warning("reading all of %s: the adapter in %s is of a base of another name", path, checkpoint)
     return last_word(command("learner", "digest", str(checkpoint), path))
 
 
 def last_word(command: Sequence[str], every_s: float = STILL_S) -> str:
-    """Raises ValueError if `command` fails."""
+    """Return the last word that `command` writes. Raises ValueError if it fails."""
     began = time.monotonic()
     with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True) as process:
         try:

@@ -1,8 +1,7 @@
 """Loads an adapter into the one slot of vLLM's LoRA layers; the base comes from `model.path`.
 
 `stream` runs in the staging's thread while the engine is paused, all else between two steps. A slot keeps its
-addresses,
-so CUDA graphs stay valid. Tensors come with `lora_B` multiplied by alpha / rank.
+addresses, so CUDA graphs stay valid. Tensors come with `lora_B` multiplied by alpha / rank.
 """
 
 from collections.abc import Collection, Iterator, Sequence
@@ -45,7 +44,7 @@ class AdapterLoad:
         self._slot.load_weights((name, tensor.clone()) for name, tensor in weights)
 
     def load_folder(self, folder: Path) -> None:
-        """A base clears the slot. Raises ValueError."""
+        """Load an adapter, or none for the base. Raises ValueError."""
         self._copies.forget()  # repeated copies would leave what a higher rank wrote
         if is_adapter(folder):
             scale = AdapterFolder.read(folder).scale
@@ -58,7 +57,7 @@ class AdapterLoad:
 
 
 class AdapterSlot:
-    """A model whose parameters are the slot's buffers."""
+    """The slot as a model whose buffers are its parameters."""
 
     def __init__(self, manager: Any, device: torch.device) -> None:
         self._manager, self._inner, self._device = manager, manager._adapter_manager, device

@@ -67,7 +67,7 @@ class PlainSteps(Scheduler):
         return (chosen, fresh) if chosen and len(fresh) <= free else None
 
     def rl_decode(self) -> Any:
-        """Return None if vLLM has to decide anything."""
+        """Make a step in which all decode; None if vLLM has to decide anything."""
         if (decoding := self._rl_decoding()) is None:
             return None
         (chosen, fresh), step = decoding, self._rl_empty_step()

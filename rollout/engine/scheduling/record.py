@@ -1,3 +1,5 @@
+"""What was sampled for a sequence, until it ends."""
+
 from array import array
 from dataclasses import dataclass, field
 from typing import Any
@@ -12,7 +14,7 @@ SAME = ("client_index", "arrival_time", "mm_features", "lora_request", "cache_sa
 
 @dataclass(eq=False, slots=True)
 class Record:
-    """[tokens] float32 and int32, and routes."""
+    """Samples of one request: [tokens] float32 and int32, and routes."""
 
     request: Request
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))

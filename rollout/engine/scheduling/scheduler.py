@@ -1,8 +1,7 @@
 """vLLM's scheduler, which keeps samples until a sequence ends. Runs in vLLM's engine process.
 
 The front process gets one output per sequence: tokens, their log-probabilities and versions. A report every 0.2 s
-counts
-unfinished sequences.
+counts unfinished sequences.
 """
 
 import time
@@ -28,6 +27,8 @@ END_WAITS = 0.01
 
 
 class KeepingScheduler(PlainSteps):
+    """Keeps the tokens of requests that ask for log-probabilities."""
+
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.rl_images: WeakValueDictionary[str, Any] = WeakValueDictionary()

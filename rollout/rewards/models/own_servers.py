@@ -11,7 +11,7 @@ ASK_EVERY_S, ANSWER_S = 1.0, 2.0
 
 
 class OwnServers:
-    """`kind`: `reward` or `teacher`."""
+    """The run's servers of a `kind`: `reward` or `teacher`."""
 
     def __init__(self, urls: Sequence[str], kind: str = "reward") -> None:
         self.urls, self.kind = urls, kind

@@ -86,5 +86,5 @@ class RewardModel(HttpModel):
 
 
 def text_of(content: str | list[dict[str, Any]] | None) -> str:
-    """Leave out images and tool calls."""
+    """Return the text without images and tool calls."""
     return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content or ())
