@@ -140,8 +140,8 @@ class Auto:
        sequences make older samples.
     2. `max_num_seqs`, up to which vLLM has captured CUDA graphs.
     3. `by_kv`: sequences of mean length in the KV cache.
-    4. After preemptions as many fewer, at most an eighth, and no further while more places are taken than the last cut
-       left; then one group more per minute.
+    4. After preemptions as many fewer, at most an eighth, and not again before the cut is reached; then one group more
+       per minute.
     """
 
     wanted: float

@@ -18,7 +18,6 @@ from rollout.errors import ChatRefused
 log = logging.getLogger(__name__)
 Generate = Callable[..., Awaitable[Any]]
 ATTEMPTS = 3
-"""Workers that may end before a call starts."""
 MAX_BACKOFF_S = 30.0
 
 

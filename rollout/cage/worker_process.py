@@ -43,7 +43,6 @@ class WorkerProcess:
     def __init__(self, function: CagedFunction) -> None:
         self.function = function
         self.about: dict[str, Any] | None = None
-        """The function's attribute, once loaded."""
         self.calls: dict[int, Any] = {}
         self.sent = 0
         self.ahead = 1

@@ -13,7 +13,6 @@ from rollout.errors import ChatRefused, EngineDead, EpisodeError
 from rollout.tasks.trajectory import Generate, Problem, Recorded
 
 CALLS_PER_TURN = 4
-"""Calls that an episode may begin per turn."""
 Answered = tuple[RecordedTurn, dict[str, Any], int]
 """Turn, message, number of malformed tool calls."""
 

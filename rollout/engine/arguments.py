@@ -21,9 +21,9 @@ CPU_STEP_TOKENS = 2048
 HEAD = {"head_dtype": "float32"}
 """vLLM would round logits to model.dtype: noise in all of the learner's ratios."""
 MIN_STEP_TOKENS, MAX_GRAPH_TOKENS = 1024, 2048
-"""A GPU's step has room for twice as many tokens as sequences, and is a CUDA graph: a 1.5B model on an H200 made 26,800
-tokens/s, 15,000 with vLLM's defaults (benchmarks/LOG.md). A whole group fits once a place is free, so that ends do not
-let single prompts into steps without a graph."""
+"""A GPU's step has room for twice as many tokens as sequences, and is a CUDA graph: 26,800 tokens/s instead of 15,000
+with vLLM's defaults (benchmarks/LOG.md). A whole group fits once a place is free, so that ends do not let single
+prompts into steps without a graph."""
 GRAPH_KEYS = {"compilation_config", "cudagraph_capture_sizes"}
 LINEAR_LAYERS = (
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
@@ -33,13 +33,12 @@ LINEAR_LAYERS = (
 PARTS = {"qkv_proj": "q_proj", "gate_up_proj": "up_proj"}
 """A part of each layer that vLLM joins."""
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""For vLLM's `max_lora_rank`."""
 USUAL_PROMPT = 128
 """Prompt tokens when missing graphs were measured."""
 UNEQUAL_ON_CPU = ("lfm2", "lfm2_moe")
 """vLLM 0.32 on a CPU is 0.01 nat off for them, for an unknown reason."""
 IMAGES_PER_STEP = 4
-"""Of the largest size, on a GPU."""
+"""Images of the largest size."""
 PARSERS = {
     "tool_parser": ("tool_parsers", "_TOOL_PARSERS_TO_REGISTER"),
     "reasoning_parser": ("reasoning", "_REASONING_PARSERS_TO_REGISTER"),

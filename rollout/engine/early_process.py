@@ -46,7 +46,6 @@ class EarlyProcess:
     """Becomes the first engine process that vLLM starts inside `given_to_vllm`."""
 
     def __init__(self, cpu: bool, target: str = ENGINE_TARGET, modules: Sequence[str] = ENGINE_MODULES) -> None:
-        """`target`: the function that vLLM's process runs."""
         self.cpu, self._target, self._taken = cpu, target, False
         self.socket, theirs = socket.socketpair()
         line = tied_line(f"from {__name__} import wait_for_task; wait_for_task({theirs.fileno()}, {modules!r})")

@@ -15,7 +15,6 @@ MOST_CONNECTIONS = 4096
 
 class LimitedConnection(H11Protocol):
     _late: asyncio.TimerHandle | None = None
-    """Closes the connection unless a head comes first."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -78,7 +78,6 @@ class Episodes:
     failures: FailureLog = field(default_factory=FailureLog)
     stages: Stages = field(default_factory=Stages)
     teachers: Teachers | None = None
-    """None without a teacher, or in an evaluation."""
     first: FirstShown | None = None
     _open: dict[int, asyncio.Future[Failure]] = field(default_factory=dict)
 

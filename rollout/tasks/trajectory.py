@@ -249,7 +249,6 @@ Task = Callable[[Problem, Generate], Awaitable[Trajectory | Recorded]]
 
 
 async def single_turn(problem: Problem, generate: Generate) -> Trajectory:
-    """Sample once."""
     trajectory = Trajectory(problem.prompt)
     trajectory.take(await generate(trajectory.tokens))
     return trajectory

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PROCESSOR_S = 2.0
-"""A row usually takes milliseconds."""
 WALL_S = 20.0
 """A process silent for so long was stopped, or the machine is overloaded."""
 MEMORY = 2**30
