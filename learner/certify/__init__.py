@@ -1,2 +1,1 @@
-"""The certificate (docs/models.md): a small copy of a model is trained and pushed, and compared in float32 on
-the CPU."""
+"""The certificate (docs/models.md): a small copy of a model is compared with transformers in float32 on the CPU."""

@@ -1,4 +1,4 @@
-"""Two ranks that shard a model, for the certificate: each computes half of the documents, and both the gradient.
+"""Two ranks that shard a model for the certificate: each computes half of the documents, both the gradient.
 
 An error of one rank ends both; the next question starts two others.
 """
@@ -41,7 +41,7 @@ OPTIONS = LearnerConfig(
 
 
 class ComparedText(NamedTuple):
-    """What a rank computes of a row."""
+    """One text of a rank's row."""
 
     tokens: np.ndarray
     weights: np.ndarray
@@ -58,12 +58,12 @@ class Sharing(NamedTuple):
 
 @dataclass
 class Answer:
-    """Log-probabilities, and on rank 0 the summed gradients."""
+    """Log-probabilities, and on rank 0 summed gradients."""
 
     logprobs: list[np.ndarray] = field(default_factory=list)
     gradients: dict[str, np.ndarray] = field(default_factory=dict)
     unmet: str = ""
-    """Why the ranks did not find each other."""
+    """Why the ranks did not meet."""
     error: str = ""
 
 
@@ -124,7 +124,7 @@ class Pair:
 
 
 def serve(connection: Connection, rank: int, store: str, prepare: Callable[[], None]) -> None:
-    """Be rank `rank` until the caller closes its end."""
+    """Be a rank until the caller closes its end."""
     prepare()
     gloo_here()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
