@@ -1,8 +1,6 @@
-"""What one block's forward and backward pass holds, traced on the meta device with the rest of the model's blocks left
-out.
+"""What one block's passes hold, traced on the meta device with the other blocks left out.
 
-`memory.py` adds up what the blocks before it keep, and what FSDP and the optimizer hold. Compiled blocks are estimated
-there, because tracing shows what torch computes eagerly.
+Compiled blocks are estimated by `Flow`, because tracing shows eager torch.
 """
 
 from collections.abc import Callable, Iterator
@@ -20,22 +18,20 @@ from learner.model.compiled_trace import Flow
 from learner.model.loading import blocks
 
 TOKENS = 1024
-"""Length of the shorter of two traced rows; the longer one is twice as long."""
+"""Length of the shorter traced row; the longer one is twice as long."""
 
 
 @dataclass(frozen=True)
 class BlockTrace:
-    """A block, in bytes."""
-
     kept: int
-    """Per token, from its forward to its backward pass."""
+    """Bytes per token, from forward to backward pass."""
     moments: tuple[Line, ...]
-    """Its passes at their highest: its own gradients are in the fixed part."""
+    """Its peaks, in bytes; its own gradients are in the fixed part."""
 
 
 @dataclass(frozen=True)
 class ModelTrace:
-    """All blocks in order, and what is kept per token outside of them."""
+    """All blocks in order, and bytes per token kept outside of them."""
 
     blocks: tuple[BlockTrace, ...]
     ends: int
@@ -51,7 +47,7 @@ class ModelTrace:
 
 
 def trace_model(empty: PreTrainedModel, decode: Callable[[int], Tensor]) -> ModelTrace:
-    """Trace each kind of block of `empty`, on meta. `decode` computes final hidden states of a row of some tokens."""
+    """Trace each kind of block on meta. `decode` computes final hidden states of a row of some tokens."""
     every, traced = blocks(empty), dict[Any, BlockTrace]()
     ends = _Run.of(empty, decode, None)
     for number, block in enumerate(every):
@@ -62,25 +58,24 @@ def trace_model(empty: PreTrainedModel, decode: Callable[[int], Tensor]) -> Mode
 
 
 def trace_compiled(empty: PreTrainedModel, decode: Callable[[int], Tensor], recomputed: bool) -> ModelTrace:
-    """The same for blocks that are compiled. `recomputed`: the block's input alone is kept; `empty` recomputes then,
-    because layers that keep a state are not compiled."""
+    """`trace_model` for compiled blocks. `recomputed`: only a block's input is kept."""
     every, traced = blocks(empty), dict[Any, BlockTrace]()
     ends = _Run.of(empty, decode, None)
     for number, block in enumerate(every):
-        if _kind(block) not in traced and state.layers_of(block):  # these are not compiled
+        if _kind(block) not in traced and state.layers_of(block):  # not compiled
             run = _Run.of(empty, decode, number)
             traced[_kind(block)] = BlockTrace(run.kept - ends.kept, tuple(run.moments))
         elif _kind(block) not in traced:
             kept, working, width = _flow(empty, decode, number)
             gradients = sum(p.numel() * p.element_size() for p in block.parameters() if p.requires_grad)
-            # besides, the gradient of the output; where the block is recomputed, its own input is not kept before
+            # adds the output's gradient; a recomputed block's own input is not kept before
             moment = Line(gradients, kept + working + width)
             traced[_kind(block)] = BlockTrace(width if recomputed else kept, (moment,))
     return ModelTrace(tuple(traced[_kind(block)] for block in every), ends.kept)
 
 
 def _flow(empty: PreTrainedModel, decode: Callable[[int], Tensor], number: int) -> tuple[int, int, int]:
-    """Per token: what the compiler keeps of a block, what its backward pass adds, and the block's input."""
+    """Bytes per token: what the compiler keeps, what the backward pass adds, the block's input."""
     flow, widths = Flow([*empty.parameters(), *empty.buffers()]), list[int]()
 
     def start(block: nn.Module, args: Any, kwargs: Any) -> None:
@@ -108,15 +103,13 @@ def _flow(empty: PreTrainedModel, decode: Callable[[int], Tensor], number: int) 
 
 
 def _kind(block: nn.Module) -> Any:
-    """Blocks of one kind hold the same. The classes of layers tell a convolution from attention."""
+    """Blocks of one kind hold the same. Classes of layers tell a convolution from attention."""
     layers = tuple(type(layer).__name__ for layer in block.modules())
     return layers, tuple((tuple(p.shape), p.requires_grad) for p in block.parameters())
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Both rows, computed with one block or with none."""
-
     kept: int
     moments: list[Line]
 
@@ -131,8 +124,6 @@ class _Run:
 
 
 class _Passes:
-    """Records a forward and backward pass."""
-
     def __init__(self, empty: PreTrainedModel, number: int | None) -> None:
         self._model = empty
         self._block = None if number is None else blocks(empty)[number]
@@ -191,7 +182,7 @@ class _Grown(torch.autograd.Function):
 
 
 class _Loss(torch.autograd.Function):
-    """A number whose gradient by the hidden states is one tensor, as the head's."""
+    """A number whose gradient by hidden states is one tensor, like the head's."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:
@@ -206,7 +197,7 @@ class _Loss(torch.autograd.Function):
 
 @contextmanager
 def _alone(empty: PreTrainedModel, number: int | None) -> Iterator[None]:
-    """Within it all blocks but one return their input. What blocks are given besides lives as long as the passes."""
+    """All other blocks return their input. Their further arguments live as long as the passes."""
     given: list[Any] = []
     others = [block for index, block in enumerate(blocks(empty)) if index != number]
     recomputed = [getattr(block, "gradient_checkpointing", False) for block in others]

@@ -1,7 +1,6 @@
-"""Where the pieces of a row lie, for layers that are not given it by the model.
+"""The bounds of a row, for layers that the model does not give them.
 
-transformers' models hand the bounds to each block. Some blocks do not hand them on, and layers that keep a state take
-none. So each block notes them for its layers before it runs.
+transformers hands them to each block. Some blocks do not hand them on, so each block notes them before it runs.
 """
 
 from collections.abc import Iterable, Mapping
@@ -20,7 +19,7 @@ RowBounds = tuple[Tensor, int, SharedPrompts | CopiedPrompts | None, str | None]
 
 
 class Bounds:
-    """The bounds of the row that a block computes; None before its first row."""
+    """The bounds of a block's row; None before the first."""
 
     def __init__(self) -> None:
         self.row: RowBounds | None = None
@@ -43,7 +42,7 @@ def follow(blocks: Iterable[nn.Module]) -> None:
 
 
 def of_row(layer: nn.Module, given: Mapping[str, Any]) -> RowBounds:
-    """The bounds `given` to a layer, else those that its block noted. Raises ValueError."""
+    """The bounds `given` to a layer, else its block's. Raises ValueError."""
     return _given(given) or _noted(layer)
 
 

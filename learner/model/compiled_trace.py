@@ -1,8 +1,8 @@
 """What the compiler keeps of a block for its backward pass, found on the meta device without compiling.
 
-It keeps results and factors of matmuls and of attention, and the block's input, and computes all else from them again:
-from what autograd saves eagerly, the nearest of them that come before it. In the backward pass it fuses what is between
-two matmuls, so all factors that one kernel writes are alive together.
+It keeps factors and results of matmuls and attention, and the block's input, and computes all else from the nearest of
+them. In the backward pass it fuses what is between two matmuls, so all factors that one kernel writes are alive
+together.
 """
 
 from collections import defaultdict
@@ -25,7 +25,7 @@ MATMULS = (
 
 
 class Flow(TorchDispatchMode):
-    """Records which storages of a block's passes come from which. It holds all tensors, so addresses are unique."""
+    """Records which storages come from which. It holds all tensors, so addresses are unique."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         super().__init__()
@@ -38,18 +38,17 @@ class Flow(TorchDispatchMode):
         self._within = False
 
     def begin(self, hidden: Tensor) -> None:
-        """The block starts: what was there before is kept by others, but for the block's input."""
+        """Start the block: others keep what was there before, except its input."""
         self._outside = set(self._tensors)
         self._products, self._saved, self._within = {self._key(hidden)}, {}, True
         self._outside.discard(self._key(hidden))
 
     def end(self) -> None:
-        """The block's forward pass is over."""
         self._within = False
 
     @property
     def hooks(self) -> saved_tensors_hooks:
-        """Under them autograd says what it saves."""
+        """Record what autograd saves."""
 
         def keep(tensor: Tensor) -> Tensor:
             if self._within:
@@ -73,14 +72,15 @@ class Flow(TorchDispatchMode):
     @property
     def working_bytes(self) -> int:
         """What the backward pass adds between the two widest matmuls: the result of one, and all factors of the other.
-        Its factors that were kept, such as an MLP's activations, have been used by then."""
+
+        Factors that were kept, such as an MLP's activations, have been used by then.
+        """
         widest = max(map(self._size, self._products - self._outside), default=0)
         late = {key for key in self._late - self._outside if self._size(key) == widest}
         return widest * (len(late - self.kept) - len(late & self.kept))
 
     def _border(self, key: int, found: set[int], known: dict[int, set[int]]) -> set[int]:
-        """What to keep, beside `found`, so that `key` can be computed again: the least bytes, between it and the
-        nearest results and factors of matmuls."""
+        """What to keep beside `found` to compute `key` again: the least bytes between it and the nearest matmuls."""
         if key in self._outside:
             return set()
         if key in self._products or key in found:
