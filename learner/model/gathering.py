@@ -1,6 +1,6 @@
-"""When the weights of a sharded module are gathered, and when its gradients are reduced.
+"""When a sharded module's weights are gathered, and its gradients reduced.
 
-FSDP does both in each pass; with `learner.gather: batch` (`once`) the first pass of a batch gathers, and the last one
+FSDP does both in each pass; with `learner.gather: batch` (`once`) a batch's first pass gathers, and its last one
 reduces.
 """
 
@@ -22,7 +22,7 @@ class Gathering:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Surrounds all passes of a batch. After it every weight is a shard."""
+        """Surrounds all passes of a batch; afterwards every weight is a shard."""
         self._held = self._once
         try:
             yield
@@ -39,11 +39,10 @@ class Gathering:
                 module.reshard()
 
     def reduce_after_next(self, last: bool) -> None:
-        """Have the next backward pass reduce gradients if it is the `last` of the batch. Until then each replica adds
-        up its own; gathered once, each rank does, in fp32.
+        """Have the next backward pass reduce gradients if it is the `last` of the batch.
 
-        So every pass must give every trained parameter a gradient, if only of zeros: FSDP refuses one that the last
-        pass alone brings, in `model.dtype`.
+        Until then each replica, or with `once` each rank in fp32, adds up its own. Every pass must give every trained
+        parameter a gradient, if only zeros: FSDP refuses one that the last pass alone brings, in `model.dtype`.
         """
         self._module.set_requires_all_reduce(last)
         if self._once:

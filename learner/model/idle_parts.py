@@ -1,6 +1,6 @@
-"""Parts of a multimodal model that text does not pass: its vision or audio tower, and what projects their output.
+"""Parts of a multimodal model that text does not pass: its towers, and what projects their output.
 
-Where images are not trained, these parts are frozen, never computed, and sharded by themselves so that no pass gathers
+Where images are not trained, these parts are frozen, never computed, and sharded separately so that no pass gathers
 them. `exactness.py` tries whether text passes nothing else.
 """
 
@@ -16,7 +16,7 @@ TEXT_ALONE = "headrace_text_alone"
 """`model.text_alone` sets it in a config."""
 
 AROUND_KEYS = (("vision_start_token_id", "vision_end_token_id"), ("boi_token_id", "eoi_token_id"))
-"""Tokens around an image, of the Qwen models and of MUTUAL ones."""
+"""Tokens around an image, of Qwen models and of MUTUAL ones."""
 
 
 def sees(config: Any) -> bool:
@@ -29,7 +29,7 @@ def nests_text(config: Any) -> bool:
 
 
 def idle_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """The largest modules with weights, none of which text passes."""
+    """The largest modules with weights that text does not pass."""
     if not _has_idle(model):
         return []
     used = _used(model)

@@ -16,15 +16,13 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class PrefixSharing:
-    """What one row computes once."""
-
     prompts: bool
     key_room: float | None
     most_copied: float
     unshared: str | None
-    """Why a prompt cannot be shared."""
+    """Why prompts cannot be shared."""
     no_trees: str | None
-    """Why no longer prefix can be shared."""
+    """Why no longer prefixes can be shared."""
 
     @classmethod
     def of(

@@ -1,4 +1,4 @@
-"""Whole weights from the shards of the ranks that share a copy of the model, many with one all-gather.
+"""Gathers whole weights from the ranks that share a copy of the model, many at once.
 
 `DTensor.full_tensor` gathers weights singly, at a price for each.
 """
@@ -17,10 +17,10 @@ GATHER_BYTES = 512 << 20
 
 
 def unshard(weights: Iterable[Factor], device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and whole weight, scaled and then rounded to `dtype`; in order. Weights are sharded by rows.
+    """Yield names and whole weights, scaled, then rounded to `dtype`; in order.
 
     A collective: all ranks must iterate to the end, and on a GPU must not change the current stream. The tensors may
-    share memory: copy them, or only read them.
+    share memory: only read them.
     """
     together: list[Factor] = []
     gathered = 0
@@ -63,7 +63,7 @@ def is_sharded(parameter: Tensor) -> bool:
 
 @torch.no_grad()
 def own_rows(parameter: Tensor) -> Tensor:
-    """This rank's rows of `parameter`, or all of it where each rank has all: a view."""
+    """This rank's rows, or all where each rank has all: a view."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
 
 

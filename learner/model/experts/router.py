@@ -1,4 +1,4 @@
-"""The router of a mixture of experts, in float32: which experts a token takes, how much of each, and what is counted.
+"""The router of a mixture of experts, in float32: chooses and weighs a token's experts, and counts.
 
 Routes are arguments of the block's forward pass, so a recomputation gets the same ones.
 """
@@ -18,8 +18,8 @@ class Routing:
     """What routers are given of a row.
 
     `counted`: bool [tokens], for the tally. `routes`: integers [layers, tokens, k]; None: the router chooses. `tally`:
-    float32 [layers, experts + FIGURES], written, not added to, so that a recomputation changes nothing. No dataclass:
-    FSDP would hand over a copy, in the model's dtype.
+    float32 [layers, experts + FIGURES], written, not added to, so recomputation changes nothing. No dataclass: FSDP
+    would copy it in the model's dtype.
     """
 
     def __init__(self, counted: Tensor, routes: Tensor | None, tally: Tensor | None) -> None:
@@ -31,7 +31,7 @@ class Routing:
 
 
 class Router(nn.Module):
-    """A linear layer with the weight of transformers' `theirs`, under its name, and a softmax."""
+    """A linear layer with the weight of transformers' `theirs`, and a softmax."""
 
     def __init__(self, theirs: Any) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class Router(nn.Module):
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Logits [tokens, experts] float32, weights and ids of the experts taken: [tokens, k] float32 and int64.
 
-        Weights are computed from differences of logits, so that none is 0 / 0.
+        Weights come from differences of logits, so that none is 0 / 0.
         """
         wide = torch.promote_types(hidden.dtype, torch.float32)
         logits = linear(hidden.to(wide), self.weight.to(wide))

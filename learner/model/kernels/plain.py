@@ -1,6 +1,6 @@
-"""Attention in plain arithmetic, for any device: the only kernel that computes a softcap.
+"""Attention in plain arithmetic, for any device: the only kernel with a softcap.
 
-It is slow: one sequence after another. It waits for the GPU, because it reads the bounds of the sequences.
+It is slow: one sequence after another. It waits for the GPU, because it reads the sequences' bounds.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, at: Sequences) -> Pair:
 
 
 def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, at: Sequences) -> Triple:
-    """Gradients of query, key and value, in their dtypes, from those of the output."""
+    """Gradients of query, key and value, in their dtypes."""
     wide = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = q.new_empty(q.shape), k.new_zeros(k.shape, dtype=wide), v.new_zeros(v.shape, dtype=wide)
     rowsum = (grad.to(wide) * out.to(wide)).sum(-1).T
@@ -45,7 +45,7 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
 
 
 def _tiles(q: Tensor, at: Sequences) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Queries, the keys that some of them see, and which of these are hidden."""
+    """Queries, the keys that some of them see, and which are hidden."""
     for own, seen in at.spans():
         offset = (seen.stop - seen.start) - (own.stop - own.start)
         step = max(1, PAIRS // max(1, q.shape[1] * (seen.stop - seen.start)))

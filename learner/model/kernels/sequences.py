@@ -8,7 +8,7 @@ from torch import Tensor
 
 class Sequences(NamedTuple):
     """Queries of sequence i see its keys: all, or if `causal` those up to their own place. The last query is at the
-    place of the last key.
+    last key's place.
 
     Example: answers of 3 and 5 tokens, each with its own copy of a prompt of 9, have `q_starts` [0, 3, 8] and
     `k_starts` [0, 12, 26], int32.
@@ -21,7 +21,7 @@ class Sequences(NamedTuple):
     causal: bool
     scale: float
     window: int | None
-    """A query sees at most so many keys up to its own place, which is included."""
+    """The most keys that a query sees, up to and including its own place."""
     softcap: float | None = None
     """Scores become `softcap * tanh(score / softcap)`."""
 
@@ -30,7 +30,7 @@ class Sequences(NamedTuple):
         return self.q_starts, self.k_starts, self.q_longest, self.k_longest
 
     def bounds(self, none: Any) -> tuple[Any, Any]:
-        """The window as (left, right), as far as `causal` does not say it already."""
+        """The window as (left, right), where `causal` does not imply it."""
         return (none, none) if self.window is None else (self.window - 1, 0 if self.causal else self.q_longest)
 
     def spans(self) -> Iterator[tuple[slice, slice]]:

@@ -1,4 +1,4 @@
-"""The model beneath an adapter: as the reference of the KL term, and as what a checkpoint belongs to.
+"""The model beneath an adapter: reference of the KL term, and what a checkpoint belongs to.
 
 Both are collectives of the ranks that share a copy of the model.
 """
