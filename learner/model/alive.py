@@ -1,7 +1,4 @@
-"""Bytes that are alive at each moment of a computation on the meta device, which frees tensors as a GPU would.
-
-Passes run twice with rows of different length; `lines` are the moments as lines over tokens.
-"""
+"""Counts the bytes alive at each moment of a computation on the meta device, which frees tensors as a GPU would."""
 
 import weakref
 from collections.abc import Iterable, Sequence
@@ -34,7 +31,7 @@ IN_PLACE: dict[Any, Any] = {
 
 
 class Alive(TorchDispatchMode):
-    """Counts storages made within it, as long as they live. Views and in-place results make none."""
+    """Counts storages made within it while they live. Views and in-place results make none."""
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
         super().__init__()
@@ -72,8 +69,8 @@ class Alive(TorchDispatchMode):
 
 
 def _workspace(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """Bytes that attention's backward kernels hold: the queries' gradient in float32 and, where heads of keys are
-    shared, those of keys and values for each head of queries.
+    """Attention's backward kernels also hold the queries' gradient in float32 and, where heads of keys are shared,
+    gradients for each head of queries.
     """
     shared = 2 * q.nbytes if k.shape[1] < q.shape[1] else 0
     return 4 * q.numel() + shared
@@ -98,7 +95,7 @@ def highest(found: Iterable[Line]) -> list[Line]:
 
 
 def _hidden(envelope: Sequence[Line], line: Line) -> bool:
-    """Whether `line` hides the last line of the envelope everywhere."""
+    """Whether `line` hides the envelope's last line."""
     if len(envelope) < 2:
         return False
     first, middle = envelope[-2:]

@@ -1,8 +1,4 @@
-"""Variable-length attention over packed documents, registered with transformers under our own names.
-
-transformers builds no mask for these names, so no [tokens, tokens] mask ever exists. Bounds are keyword arguments or
-come from the block (`bounds.py`).
-"""
+"""Variable-length attention over packed documents. transformers builds no [tokens, tokens] mask for these names."""
 
 import importlib
 import logging
@@ -48,23 +44,21 @@ ARGUMENTS = (
     *("position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict"),
 )
 Attention = Callable[..., tuple[Tensor, None]]
-"""As transformers calls it: tensors [1, heads, tokens, head_dim]."""
+"""Tensors are [1, heads, tokens, head_dim]."""
 
 
 def registered(name: str) -> str:
-    """The attention's name in transformers' registry."""
+    """The name in transformers' registry."""
     return PREFIX + NAMES[name]
 
 
 def of_tower(name: str) -> str:
-    """With `flash` in its name an attention gets all images at once; else transformers calls it for each image, and
-    waits for the GPU.
-    """
+    """transformers calls an attention without `flash` in its name image by image, and waits for the GPU."""
     return registered("sdpa" if name == "sdpa" else "varlen") + TOWER  # no other kernel has been tried with 80 a head
 
 
 def choose(wanted: str, device: torch.device, dtype: torch.dtype, config: PreTrainedConfig | None = None) -> str:
-    """Take `wanted`, or for `auto` the first that works here and for the model. Raises ConfigError.
+    """Take `wanted`, or for `auto` the first that works. Raises ConfigError.
 
     A `device` without an index must not be touched yet: no kernel is loaded.
     """
@@ -127,14 +121,14 @@ def installed(name: str) -> bool:
 
 
 def most_copied(config: PreTrainedConfig) -> float:
-    """The most keys that a row copies for short prompts, per token; below 0: none."""
+    """Keys that a row may copy for short prompts, per token; below 0: none."""
     text = config.get_text_config()
     heads: int = text.num_attention_heads
     return MOST_GATHERED * heads / (getattr(text, "num_key_value_heads", None) or heads) - 1
 
 
 def why_unshared(config: PreTrainedConfig, name: str, device: torch.device, kept: Sequence[str] = ()) -> str | None:
-    """Why attention `name` cannot compute a prompt once for several samples; None if it can."""
+    """Why attention `name` cannot share prompts of this model; None if it can."""
     text = config.get_text_config()
     if config.model_type in MUTUAL and sees(config):
         return "the tokens of an image see each other, and only causal attention can share a prompt"
@@ -150,7 +144,7 @@ def why_unshared(config: PreTrainedConfig, name: str, device: torch.device, kept
 
 
 def why_no_trees(config: PreTrainedConfig, name: str, device: torch.device, kept: Sequence[str] = ()) -> str | None:
-    """On CPUs sliding windows do not matter: all keys of a text are copied."""
+    """On CPUs sliding windows do not matter: all keys are copied."""
     text = config.get_text_config()
     if kept:
         return f"the model has layers that keep a state ({', '.join(kept)})"
@@ -166,9 +160,9 @@ def why_no_trees(config: PreTrainedConfig, name: str, device: torch.device, kept
 def key_room(config: PreTrainedConfig, layers: int) -> float:
     """Memory of a copied key in attention's backward pass over that of a token.
 
-    A copy takes key and value, their gradients, and one of these in float32; flash-attn's kernel also writes gradients
-    for each head of queries. A token takes its inputs of `layers` blocks and, in one block, three halves of the
-    products with its width, without an MLP's, to be safe.
+    A copy takes key and value, their gradients, and one of these in float32; flash-attn also writes gradients for each
+    head of queries. A token takes its inputs of `layers` blocks and, in one block, three halves of the products with
+    its width, without an MLP's, to be safe.
     """
     text: Any = config.get_text_config()
     own = getattr(text, "is_heterogeneous", False)
@@ -189,7 +183,7 @@ def _key_room(config: Any, width: int, layers: int) -> float:
 
 
 def adapt(name: str) -> Attention:
-    """The kernel `name` for transformers: exactly one call of it where no prompt is shared."""
+    """The kernel `name` for transformers: one call where no prompt is shared."""
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
@@ -236,7 +230,7 @@ def _computed(
 def _seen_both_ways(
     name: str, out: Tensor, inputs: tuple[Tensor, Tensor, Tensor], blocks: ImageBlocks, kwargs: Mapping[str, Any]
 ) -> Tensor:
-    """Tokens of images see their whole image and what precedes it, within the sliding window."""
+    """Tokens of images also see their whole image, within the sliding window."""
     q, k, v = inputs
     window, softcap = kwargs.get("sliding_window"), kwargs.get("softcap")
     kernel = "plain" if name == "sdpa" and (window or softcap or not q.is_cpu) else name

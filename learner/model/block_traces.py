@@ -1,7 +1,4 @@
-"""What one block's passes hold, traced on the meta device with the other blocks left out.
-
-Compiled blocks are estimated by `Flow`, because tracing shows eager torch.
-"""
+"""What one block's passes hold, traced on the meta device without the other blocks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,7 +15,7 @@ from learner.model.compiled_trace import Flow
 from learner.model.loading import blocks
 
 TOKENS = 1024
-"""Length of the shorter traced row; the longer one is twice as long."""
+"""Length of the shorter of two traced rows."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +34,6 @@ class ModelTrace:
     ends: int
 
     def scaled(self, factor: float) -> "ModelTrace":
-        """The same in numbers of another size."""
-
         def of(block: BlockTrace) -> BlockTrace:
             moments = (Line(round(factor * line.fixed), round(factor * line.per_token)) for line in block.moments)
             return BlockTrace(round(factor * block.kept), tuple(moments))
@@ -47,7 +42,7 @@ class ModelTrace:
 
 
 def trace_model(empty: PreTrainedModel, decode: Callable[[int], Tensor]) -> ModelTrace:
-    """Trace each kind of block on meta. `decode` computes final hidden states of a row of some tokens."""
+    """Trace each kind of block. `decode` computes final hidden states of so many tokens."""
     every, traced = blocks(empty), dict[Any, BlockTrace]()
     ends = _Run.of(empty, decode, None)
     for number, block in enumerate(every):
@@ -103,7 +98,7 @@ def _flow(empty: PreTrainedModel, decode: Callable[[int], Tensor], number: int) 
 
 
 def _kind(block: nn.Module) -> Any:
-    """Blocks of one kind hold the same. Classes of layers tell a convolution from attention."""
+    """Classes of layers tell a convolution from attention."""
     layers = tuple(type(layer).__name__ for layer in block.modules())
     return layers, tuple((tuple(p.shape), p.requires_grad) for p in block.parameters())
 
@@ -161,7 +156,7 @@ class _Passes:
 
 
 def _differentiate(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    """A frozen embedding has no gradient, but the outputs of most blocks have one."""
+    """A frozen embedding has no gradient, but most blocks' inputs have one."""
     if output.requires_grad:
         return output
     anchor = torch.zeros((), device=output.device, requires_grad=True)
@@ -170,7 +165,7 @@ def _differentiate(module: nn.Module, args: Any, output: Tensor) -> Tensor:
 
 
 class _Grown(torch.autograd.Function):
-    """The same numbers with a gradient, which autograd does not keep as it would a leaf's."""
+    """The same numbers with a gradient that autograd does not keep, unlike a leaf's."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, anchor: Tensor) -> Tensor:
@@ -182,7 +177,7 @@ class _Grown(torch.autograd.Function):
 
 
 class _Loss(torch.autograd.Function):
-    """A number whose gradient by hidden states is one tensor, like the head's."""
+    """Its gradient by hidden states is one tensor, like the head's."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:
@@ -197,7 +192,7 @@ class _Loss(torch.autograd.Function):
 
 @contextmanager
 def _alone(empty: PreTrainedModel, number: int | None) -> Iterator[None]:
-    """All other blocks return their input. Their further arguments live as long as the passes."""
+    """All other blocks return their input; their further arguments live as long as the passes."""
     given: list[Any] = []
     others = [block for index, block in enumerate(blocks(empty)) if index != number]
     recomputed = [getattr(block, "gradient_checkpointing", False) for block in others]

@@ -1,8 +1,8 @@
 """Layers with a state whose kernels know the bounds of documents: a packed row is one call.
 
-A delta rule needs a kernel with `cu_seqlens`, as flash-linear-attention has for GPUs. A short convolution needs none:
-zeros between documents are its bounds. State space models have no such kernel here. No CPU runs a GPU's kernels, so the
-first row on a GPU is compared with transformers' torch functions (`check`).
+Delta rules need kernels with `cu_seqlens`, which flash-linear-attention has for GPUs; short convolutions get zeros
+between documents. State space models have no such kernel. No CPU runs these kernels, so `check` compares the first row
+on a GPU.
 """
 
 import importlib
@@ -25,13 +25,13 @@ from configs.load import ConfigError
 CONVOLUTION = "causal_conv1d_fn"
 """transformers' name of a short convolution."""
 RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
-"""transformers' names of delta rules over whole documents."""
+"""transformers' names of delta rules."""
 LAYERS = ("GatedDeltaNet", "DeltaAttention", "ShortConv")
-"""Ends of the names of layers that consist of such functions."""
+"""Ends of the names of such layers."""
 SCANS = re.compile(r"chunk|_scan$")
 """transformers' functions over whole documents that are slow in torch."""
 TRIED_BOUNDS = (0, 1, 70, 192)
-"""Documents shorter than a kernel's chunk of 64 tokens, and longer."""
+"""Shorter than a kernel's chunk of 64 tokens, and longer."""
 TOLERANCES = {"output": 0.02, "gradient": 0.05}
 """Largest differences, relative to the norm. In bfloat16 rounding gives .004, a document that sees its neighbour .035
 or more (`benchmarks/lab/delta_rules.py`).
@@ -46,7 +46,7 @@ def namespace(layer: nn.Module) -> dict[str, Any]:
 
 
 def chosen(code: Mapping[str, Any]) -> dict[str, tuple[Function, Function]]:
-    """transformers' torch functions that a kernel may replace, and what is run."""
+    """By name: transformers' torch function, and what is run in its place."""
     wrapped = {name: _enclosed(function) for name, function in code.items() if isinstance(function, FunctionType)}
     return {name: (inner["torch_function"], inner["implementation"]) for name, inner in wrapped.items() if inner}
 
@@ -65,7 +65,7 @@ def _knows_bounds(rule: Function) -> bool:
 
 
 def slow_because(layers: Iterable[nn.Module]) -> str | None:
-    """Why transformers' torch functions compute some of `layers`; None where kernels do."""
+    """Why `layers` take slow torch functions; None where kernels run."""
     missing = {}
     for layer in layers:
         for name, (torch_function, run) in chosen(namespace(layer)).items():
@@ -85,7 +85,7 @@ def _import_error(package: str) -> str:
 
 @contextmanager
 def replaced(layer: nn.Module, functions: Mapping[str, Function]) -> Iterator[None]:
-    """Have `layer` call `functions` in place of those of the same names."""
+    """Have `layer` call `functions` for those of the same names."""
     code = namespace(layer)
     before = {name: code[name] for name in functions}
     code.update(functions)
@@ -111,9 +111,7 @@ def takes_bounds(layer: nn.Module) -> bool:
 
 
 def within(layer: nn.Module, starts: Tensor) -> dict[str, Function]:
-    """Functions for `replaced` that see the documents of a row alone. `starts`: [documents + 1] int32, from 0 to the
-    row's length.
-    """
+    """Functions for `replaced` that separate documents. `starts`: [documents + 1] int32, from 0 to the row's length."""
     code = namespace(layer)
     convolution, rules = code[CONVOLUTION], {name: code[name] for name in RULES if name in code}
 
@@ -127,10 +125,7 @@ def within(layer: nn.Module, starts: Tensor) -> dict[str, Function]:
 
 
 def convolve(convolution: Function, x: Tensor, weight: Tensor, starts: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """A causal convolution of each document alone: [1, channels, tokens] to the same shape.
-
-    Before each document stand as many zeros as the convolution reaches back.
-    """
+    """A causal convolution of each document alone: [1, channels, tokens] to the same shape. Zeros part documents."""
     tokens, back = x.shape[-1], weight.shape[-1] - 1
     position = torch.arange(tokens, device=x.device)
     place = position + back * torch.searchsorted(starts[1:].contiguous(), position, right=True)
@@ -140,11 +135,9 @@ def convolve(convolution: Function, x: Tensor, weight: Tensor, starts: Tensor, *
 
 
 def check(layer: nn.Module, forward: Function, hidden: Tensor) -> None:
-    """Compare kernels that are given bounds with transformers' torch functions on single documents: output, and
-    gradient by the input.
+    """Compare kernels that are given bounds with torch functions on single documents, by output and gradient.
 
-    `hidden`: [1, tokens, width]. Raises ConfigError for a difference beyond TOLERANCES, or kernels that fail on this
-    GPU.
+    `hidden`: [1, tokens, width]. Raises ConfigError if they differ, or fail on this GPU.
     """
     tried = hidden[:, : TRIED_BOUNDS[-1]].detach()
     edges = [edge for edge in TRIED_BOUNDS if edge < tried.shape[1]] + [tried.shape[1]]
@@ -178,7 +171,7 @@ def _output(given: Any) -> Tensor:
 def _with_gradient(function: Callable[[Tensor], Tensor], row: Tensor) -> tuple[Tensor, Tensor]:
     """The output in float32, and the gradient by `row` of its weighted sum.
 
-    A block that is recomputed in the backward pass must not see the tensors that are kept here.
+    Blocks that are recomputed must not see the tensors that are kept here.
     """
     with torch.enable_grad(), saved_tensors_hooks(_same, _same):
         row = row.clone().requires_grad_()

@@ -1,7 +1,4 @@
-"""The bounds of a row, for layers that the model does not give them.
-
-transformers hands them to each block. Some blocks do not hand them on, so each block notes them before it runs.
-"""
+"""Notes the bounds of rows for layers: some of transformers' blocks do not hand them on."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -33,7 +30,7 @@ class Bounds:
 
 
 def follow(blocks: Iterable[nn.Module]) -> None:
-    """Have the layers of each block know its bounds."""
+    """Have each block note bounds for its layers."""
     for block in blocks:
         noted = Bounds()
         block.register_forward_pre_hook(noted.note, with_kwargs=True)
@@ -42,7 +39,7 @@ def follow(blocks: Iterable[nn.Module]) -> None:
 
 
 def of_row(layer: nn.Module, given: Mapping[str, Any]) -> RowBounds:
-    """The bounds `given` to a layer, else its block's. Raises ValueError."""
+    """`given` bounds, else the block's. Raises ValueError."""
     return _given(given) or _noted(layer)
 
 

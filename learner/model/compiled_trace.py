@@ -1,8 +1,7 @@
-"""What the compiler keeps of a block for its backward pass, found on the meta device without compiling.
+"""What the compiler keeps of a block for its backward pass, found without compiling.
 
-It keeps factors and results of matmuls and attention, and the block's input, and computes all else from the nearest of
-them. In the backward pass it fuses what is between two matmuls, so all factors that one kernel writes are alive
-together.
+It keeps factors and results of matmuls and attention, and the block's input, and recomputes all else from the nearest.
+It fuses what is between two matmuls, so all factors that one kernel writes are alive together.
 """
 
 from collections import defaultdict
@@ -25,7 +24,7 @@ MATMULS = (
 
 
 class Flow(TorchDispatchMode):
-    """Records which storages come from which. It holds all tensors, so addresses are unique."""
+    """Records which storages come from which. Holding all tensors keeps addresses unique."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         super().__init__()
@@ -38,7 +37,7 @@ class Flow(TorchDispatchMode):
         self._within = False
 
     def begin(self, hidden: Tensor) -> None:
-        """Start the block: others keep what was there before, except its input."""
+        """Others keep what exists now, except the block's input."""
         self._outside = set(self._tensors)
         self._products, self._saved, self._within = {self._key(hidden)}, {}, True
         self._outside.discard(self._key(hidden))
@@ -59,7 +58,6 @@ class Flow(TorchDispatchMode):
 
     @cached_property
     def kept(self) -> frozenset[int]:
-        """Storages that the compiler keeps."""
         found: set[int] = set()
         for key in self._saved:
             found |= self._border(key, found, {})
@@ -71,7 +69,7 @@ class Flow(TorchDispatchMode):
 
     @property
     def working_bytes(self) -> int:
-        """What the backward pass adds between the two widest matmuls: the result of one, and all factors of the other.
+        """What the backward pass adds between the two widest matmuls: one's result and the other's factors.
 
         Factors that were kept, such as an MLP's activations, have been used by then.
         """

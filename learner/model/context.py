@@ -1,9 +1,8 @@
-"""Context parallelism: the ranks of a group share each packed row, so that documents may exceed one GPU's memory.
+"""Context parallelism: ranks share each packed row, so that documents may exceed one GPU's memory.
 
-Each rank holds an equal slice. Before attention an all-to-all sends each rank all tokens for its share of the heads;
-afterwards the outputs travel back (Ulysses, [2309.14509](https://arxiv.org/abs/2309.14509)). So attention sees whole
-documents, with any kernel. A group is named by a string, a constant for torch.compile. Exchanges are collectives of the
-group.
+Each rank holds an equal slice. Around attention, all-to-alls exchange slices for shares of the heads (Ulysses,
+[2309.14509](https://arxiv.org/abs/2309.14509)), so attention sees whole documents, with any kernel. A group is named by
+a string, a constant for torch.compile.
 """
 
 from dataclasses import replace
@@ -52,9 +51,7 @@ def planned(size: int) -> str:
 
 
 def gathered(q: Tensor, k: Tensor, v: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """[tokens of the slice, heads, head_dim] -> [tokens of the row, own heads, head_dim]. Raises ConfigError if the
-    heads cannot be shared.
-    """
+    """[slice, heads, head_dim] -> [row, own heads, head_dim]. Raises ConfigError if heads cannot be shared."""
     size, _ = size_and_rank(name)
     if problem := why_not(q.shape[1], k.shape[1], size):
         raise ConfigError([f"learner.context_parallel: {problem}; {REMEDY}"])
@@ -67,7 +64,7 @@ def scattered(out: Tensor, heads: int, name: str) -> Tensor:
 
 
 def own_heads(values: Tensor, name: str) -> Tensor:
-    """`values` [heads] of this rank's heads, the only ones with a gradient here."""
+    """This rank's heads, the only ones with a gradient here."""
     size, rank = size_and_rank(name)
     share = len(values) // size
     return values[rank * share : (rank + 1) * share]
@@ -160,7 +157,7 @@ def _filled_up(row: Microbatch, number: int) -> Microbatch:
 
 
 def whole(values: Tensor, name: str) -> Tensor:
-    """Sum all ranks' [tokens of the row]. A rank's gradient is that of its own values."""
+    """Sum [row] over ranks; each gets the gradient of its own values."""
     return _Whole.apply(values, name)  # type: ignore[no-untyped-call, no-any-return]
 
 

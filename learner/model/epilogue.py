@@ -2,7 +2,7 @@
 
     logits = cap * tanh(scale * (hidden @ weight.T + bias) / cap)
 
-Each family has its own keys of scale and softcap. `exactness.py` tries whether that is all.
+`exactness.py` tries whether that is all.
 """
 
 from typing import Any, NamedTuple

@@ -1,7 +1,7 @@
-"""Checks before training that the learner computes a model's packed rows exactly.
+"""Checks before training that packed rows are computed exactly.
 
-In a small copy with random weights, packed documents and answers to a shared prompt must get the log-probabilities that
-transformers' own forward pass gives each document alone.
+A small copy with random weights must give packed documents and answers to shared prompts the log-probabilities that
+transformers gives each document alone.
 """
 
 import copy
@@ -243,8 +243,8 @@ def _shared(row: Microbatch) -> Iterator[tuple[str, Microbatch]]:
 
 
 def forks_of(documents: Sequence[np.ndarray]) -> list[tuple[np.ndarray, int]]:
-    """Texts, and how many tokens each shares with the one before it: forks beyond any window and within the first
-    document, a prefix, a text by itself.
+    """Texts, and tokens shared with the previous one: forks beyond any window and within the first document, a prefix,
+    a text alone.
     """
     first, long, other, last = documents
     whole = np.concatenate([first, long, other])
@@ -259,7 +259,7 @@ def forks_of(documents: Sequence[np.ndarray]) -> list[tuple[np.ndarray, int]]:
 
 
 def forest_row(texts: Sequence[tuple[np.ndarray, int]]) -> Microbatch:
-    """Lay out `texts`, each with the tokens it shares with the one before it."""
+    """Lay out `texts`, each with its number of tokens shared with the previous one."""
 
     def text(tokens: np.ndarray, joined: int, row: int) -> Text:
         zeros = np.zeros(len(tokens))
@@ -287,7 +287,7 @@ Parts = dict[str, list[Tensor]]
 
 @contextmanager
 def block_outputs(model: PreTrainedModel) -> Iterator[Parts]:
-    """Collect outputs of the parts of each block."""
+    """Collect the outputs of blocks' parts."""
     found: Parts = {}
 
     def collect(name: str, module: nn.Module, given: Any, output: Any) -> None:

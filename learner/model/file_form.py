@@ -1,7 +1,6 @@
-"""How a model's files hold weights that transformers renames or joins as it reads.
+"""Reverts how transformers renames and joins weights: readers expect the names of a model's files.
 
-Readers of a policy expect the names of the files, so this module reverts that. Models in PROVEN need it for experts
-alone (`learner/saved/export.py`, `rollout/engine/experts/`).
+Models in PROVEN need it for experts alone (`learner/saved/export.py`, `rollout/engine/experts/`).
 """
 
 from collections import Counter
@@ -22,7 +21,7 @@ DEEPER = {"gemma3": ("vision_tower.", "vision_tower.vision_model.")}
 
 
 class FileForm:
-    """The form of a model's files. The weights are still whole, with or without storage."""
+    """The form of a model's files; weights must be whole, with or without storage."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -39,7 +38,7 @@ class FileForm:
 
     @property
     def joined(self) -> str:
-        """A tensor in the files that joins several weights, which this form cannot do."""
+        """A tensor of the files that joins several weights, which this form cannot."""
         names = Counter(name for held in self._changed.values() for name, _ in held)
         return next((name for name, number in names.items() if number > 1), "")
 

@@ -91,8 +91,8 @@ def _inside(block: nn.Module) -> Iterator[nn.Linear]:
 
 
 def cast_bytes(model: PreTrainedModel) -> tuple[int, int]:
-    """What casts add to the block that needs most: bytes of its weights, and bytes per token of its outputs' gradients
-    and widest input.
+    """What casts add to the largest block: bytes of weights, and bytes per token of outputs' gradients and the widest
+    input.
     """
     sizes = [[(layer.out_features, layer.in_features) for layer in _inside(block)] for block in blocks(model)]
     weights = max(2 * sum(out * inner for out, inner in block) for block in sizes)
@@ -101,7 +101,7 @@ def cast_bytes(model: PreTrainedModel) -> tuple[int, int]:
 
 
 def convert(model: PreTrainedModel) -> int:
-    """Have a model's linear layers multiply in FP8; returns their number. Raises ConfigError."""
+    """Have linear layers multiply in FP8; returns their number. Raises ConfigError."""
     if problem := why_not(model):
         raise ConfigError([f"{KEY}: {problem}; {REMEDY}"])
     layers = list(layers_of(model))
@@ -111,7 +111,7 @@ def convert(model: PreTrainedModel) -> int:
 
 
 def why_not(model: PreTrainedModel) -> str:
-    """Why nobody has shown that `model` trains right in FP8."""
+    """Why `model` is not proven in FP8, else empty."""
     name = type(model).__name__
     if has_experts(model.config):
         return f"{name} has experts, whose products would stay in bfloat16"

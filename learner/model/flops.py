@@ -1,9 +1,9 @@
-"""The FLOPs that a batch needs, and model FLOPs utilisation (MFU).
+"""The FLOPs of a batch, and model FLOPs utilisation (MFU).
 
     FLOPs = 6 (B t + V s) + 6 L a q      MFU = FLOPs / (seconds x GPUs x peak)
 
-docs/design/learner.md explains the letters. 6 = 2 in the forward and 4 in the backward pass; 4 for a frozen matrix.
-Multiplications with a state add to B. A tower adds c p + d p² for each image of p patches.
+docs/design/learner.md explains the letters. 6 = 2 in the forward and 4 in the backward pass; 4 for a frozen matrix. A
+tower adds c p + d p² for each image of p patches.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,7 +22,7 @@ from learner.model.towers import tower_parts
 
 @dataclass(frozen=True)
 class TowerCosts:
-    """FLOPs of a tower's forward pass and, where it is trained, backward pass."""
+    """FLOPs of a tower's passes."""
 
     per_patch: float
     per_pair: float

@@ -1,8 +1,8 @@
-"""A row of texts that share prefixes: a forest, of which each prefix is computed once.
+"""A row of texts that share prefixes, each computed once.
 
-Each text lays the tokens that the previous text lacks, and sees copies of the keys of its first tokens
-(`CopiedPrompts`). Several texts may train one token. So per-token tensors have further entries behind the row's tokens;
-the head computes each predicted token once (`Targets`).
+Each text lays the tokens that the previous text lacks, and sees copies of the keys of its first tokens. Several texts
+may train one token, so per-token tensors have further entries behind the row's; the head computes each predicted token
+once (`Targets`).
 """
 
 from collections.abc import Sequence
@@ -57,7 +57,7 @@ def lay_out_forest(texts: Sequence[Text]) -> Microbatch:
 
 
 def places_of(texts: Sequence[Text]) -> list[np.ndarray]:
-    """Places of each text's tokens in the row: [tokens] int64."""
+    """Each text's tokens in the row: [tokens] int64."""
     places: list[np.ndarray] = []
     end = 0
     for text in texts:

@@ -1,7 +1,5 @@
-"""When a sharded module's weights are gathered, and its gradients reduced.
-
-FSDP does both in each pass; with `learner.gather: batch` (`once`) a batch's first pass gathers, and its last one
-reduces.
+"""When FSDP gathers weights and reduces gradients: in each pass or, with `learner.gather: batch` (`once`), at a batch's
+first and last pass.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 
 class Gathering:
-    """No pass reaches the parts `idle`."""
+    """No pass reaches `idle` parts."""
 
     def __init__(self, module: nn.Module, once: bool, idle: Sequence[nn.Module] = ()) -> None:
         assert isinstance(module, FSDPModule), "fully_shard makes it one"
@@ -31,7 +29,7 @@ class Gathering:
             self.reshard()
 
     def reshard(self) -> None:
-        """Give up what is gathered, outside `held`: only a backward pass does it by itself."""
+        """Give up gathered weights, unless `held`: only a backward pass does so itself."""
         if self._held:
             return
         for module in self._module.modules():  # type: ignore[attr-defined]
@@ -39,10 +37,10 @@ class Gathering:
                 module.reshard()
 
     def reduce_after_next(self, last: bool) -> None:
-        """Have the next backward pass reduce gradients if it is the `last` of the batch.
+        """Have the next backward pass reduce gradients if it is the batch's `last`.
 
-        Until then each replica, or with `once` each rank in fp32, adds up its own. Every pass must give every trained
-        parameter a gradient, if only zeros: FSDP refuses one that the last pass alone brings, in `model.dtype`.
+        Until then replicas (with `once`, ranks in fp32) add up their own. Every pass must give each trained parameter a
+        gradient, if only zeros: FSDP refuses one that the last pass alone brings, in `model.dtype`.
         """
         self._module.set_requires_all_reduce(last)
         if self._once:

@@ -56,7 +56,7 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
 
 
 def build_on_meta(model: ModelConfig, attention: str) -> PreTrainedModel:
-    """Build the model without storage, in fp32 and training mode."""
+    """Build the model in fp32, without storage."""
     return build(read_config(model), attention, torch.device("meta"), model.trust_remote_code)
 
 
@@ -80,7 +80,7 @@ def build(config: PreTrainedConfig, attention: str, device: torch.device, truste
 
 
 def switch_off_dropout(config: PreTrainedConfig) -> None:
-    """Set every rate of `drop` or `jitter` to 0: log-probabilities would be random."""
+    """Set rates of dropout and jitter to 0: log-probabilities would be random."""
     for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
             switch_off_dropout(value)
@@ -97,7 +97,7 @@ def _attentions(config: PreTrainedConfig, attention: str) -> str | dict[str, str
 
 
 def auto_class(config: Any) -> Any:
-    """transformers' class that builds a model of `config` with all parts."""
+    """transformers' class that builds all parts of a model."""
     if getattr(config, "vision_config", None) is not None:
         return AutoModelForImageTextToText
     multimodal = (
@@ -130,7 +130,7 @@ def blocks(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def all_blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """Blocks of the model and of a tower: all that are sharded separately."""
+    """Modules that are sharded separately: blocks of model and tower."""
     seeing = tower_parts(model)
     return [*(seeing.blocks if seeing else ()), *blocks(model)]
 
@@ -143,9 +143,9 @@ def distribute_weights(
     initial: Initial,
     masters: MasterWeights | None = None,
 ) -> None:
-    """Fill `empty`, sharded and on meta, with the weights that rank 0 reads; a collective.
+    """Fill sharded `empty` with weights that rank 0 reads; a collective.
 
-    Adapters are `initial`, a critic's head is zeros. `masters` keep what is trained before it is rounded.
+    `initial` gives adapters; a critic's head is zeros. `masters` keep unrounded weights.
     """
     source = _read(model) if dist.get_rank() == 0 else {}
     first_name = {id(parameter): name for name, parameter in empty.named_parameters()}
@@ -175,7 +175,7 @@ def distribute_weights(
 
 
 def read_whole(model: ModelConfig, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
-    """Raises ConfigError for weights that are missing or have another shape: transformers would invent them."""
+    """Raises ConfigError for missing or misshapen weights, which transformers would invent."""
     config, trusted = read_config(model), model.trust_remote_code
     how: dict[str, Any] = {"ignore_mismatched_sizes": True, "output_loading_info": True}
     read, found = auto_class(config).from_pretrained(model.path, dtype=dtype, trust_remote_code=trusted, **how)
@@ -201,7 +201,7 @@ def _read(model: ModelConfig) -> dict[str, Tensor]:
 def init_random(
     empty: PreTrainedModel, device: torch.device, shards: int, masters: MasterWeights | None = None
 ) -> None:
-    """Each rank makes its own shard, equal in all replicas: for benchmarks of shapes."""
+    """Each rank makes its own shard, equal in all replicas; for benchmarks."""
     empty.to_empty(device=device)
     for part in empty.modules():  # a tower has a class of its own
         if isinstance(part, PreTrainedModel):

@@ -1,7 +1,7 @@
-"""Master weights in host memory, with parameters in `model.dtype` on the GPU (`learner.cpu_offload: optimizer`).
+"""Master weights in host memory (`learner.cpu_offload: optimizer`).
 
-Weights and the optimizer's two moments have one `host_memory` each, cut into portions, which `offloaded_adam.py` brings
-to the GPU in turn.
+Weights and the two moments have one `host_memory` each, cut into portions, which `offloaded_adam.py` brings to the GPU
+in turn.
 """
 
 import logging
@@ -34,7 +34,7 @@ def device_bytes(numbers: int, portion: int) -> int:
 
 
 class HeldSpan(NamedTuple):
-    """A range of this rank's rows of a parameter, and its place in a portion."""
+    """Some of this rank's rows of a parameter, and their place in a portion."""
 
     parameter: int
     start: int

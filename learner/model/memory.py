@@ -1,7 +1,4 @@
-"""Estimates what a rank's GPU will hold before a weight is loaded, and the microbatch that fills it.
-
-Passes on the meta device, without storage, show what is kept and what is alive in between.
-"""
+"""Estimates what a rank's GPU will hold, and the microbatch that fills it, by passes on the meta device."""
 
 import logging
 import os
@@ -49,16 +46,16 @@ from learner.model.vision import PATCHES_PER_TOKEN, Sight, freeze
 log = logging.getLogger(__name__)
 GIB = 2**30
 SHARE = 0.9
-"""The share of GPU memory that `tokens_per_microbatch: auto` fills; CUDA, NCCL and fragmentation take the rest."""
+"""What `tokens_per_microbatch: auto` fills; CUDA, NCCL and fragmentation take the rest."""
 GATHERED_SHARE = 0.1
-"""The most that `gather: auto` spends: a share of GPU memory, or of the microbatch that fills it."""
+"""What `gather: auto` may spend of GPU memory, or of the microbatch that fills it."""
 AUTO_TOKENS_ON_CPU = 8192
 META_TOKENS = 64
 META_ATTENTION = attention.registered("varlen")
 
 
 class OutOfMemory(RuntimeError):
-    """The GPU is full; the text names what fills it and a key to change."""
+    """The GPU is full; the text names the consumers and a remedy."""
 
 
 @dataclass(frozen=True)
@@ -86,7 +83,7 @@ class Estimate:
         return max(candidate.total(tokens) for candidate in self.candidates)
 
     def fit(self, available: int) -> int:
-        """Tokens of the largest microbatch in `available` bytes, a multiple of 256; 0 or less if nothing fits."""
+        """Tokens of the largest microbatch in `available` bytes, a multiple of 256; 0 or less if none."""
         fits = [(available - peak.total(0)) // max(sum(peak.per_token.values()), 1) for peak in self.candidates]
         return min(fits) // 256 * 256
 
@@ -97,7 +94,7 @@ class Estimate:
 
 
 def gpu_memory(device: torch.device) -> int | None:
-    """Bytes of the GPU that no other process holds, None on CPU."""
+    """Bytes that no other process holds, None on CPU."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
@@ -160,7 +157,7 @@ def memory_budget(
 def budget_in(
     config: Config, available: int | None, shards: int, reference: bool, sends: int, patches: int = 0
 ) -> tuple[Estimate, int]:
-    """Estimate a rank's memory and the tokens of its microbatches. Raises ConfigError if the GPU is too small."""
+    """Estimate memory and tokens of microbatches. Raises ConfigError if the GPU is too small."""
     wanted, least = config.learner.tokens_per_microbatch, least_microbatch(config, patches)
     sizes = config.model, config.learner, shards, reference, sends, keeps_critic(config)
     expected, share = estimate(*sizes), share_of_batch(config)
@@ -229,7 +226,7 @@ def check_host(config: Config, tokens: int, ranks: int, available: int, shards: 
 
 
 def check_copies(expected: Estimate, available: int, config: Config, shards: int) -> None:
-    """Raise ConfigError if the servers' copies alone do not fit: only more ranks make them smaller."""
+    """Raise ConfigError if the servers' copies alone do not fit."""
     copies = expected.candidates[0].fixed.get("copies to send", 0)
     if copies > COPIES_SHARE * available:
         who = "a rank" if publishes_rows(config, shards) else "rank 0"
@@ -248,8 +245,8 @@ def estimate(
 ) -> Estimate:
     """Estimate the memory of one of `shards` ranks that share a copy of the model.
 
-    `sends`: ranks that spread the servers' copies, 0 if this GPU holds none. `alone`: a batch is one microbatch, so
-    gradients come while activations go. An undecided `auto` takes the least memory.
+    `sends`: ranks over which servers' copies are spread, 0 if this GPU holds none. `alone`: a batch is one microbatch,
+    so gradients come while activations go. An undecided `auto` takes the least memory.
     """
     size, width = sizes_of(model), getattr(torch, model.dtype).itemsize
     always = _always(size, learner, width, shards, reference)
@@ -300,9 +297,9 @@ class _Rank:
         return self.size.parameters - self.size.blocks - self.size.idle
 
     def gathered(self, block: int, last: bool) -> int:
-        """Bytes of gathered weights while a block computes gradients.
+        """Gathered bytes while a block computes gradients.
 
-        With several ranks the next block comes meanwhile; the `last` pass of a batch gives up those of later blocks.
+        With several ranks the next block comes meanwhile; the `last` pass of a batch gives up later blocks.
         """
         root, sizes = self.root * (1 + self.reference), self.size.of_blocks
         if self.once:
@@ -312,7 +309,7 @@ class _Rank:
         return self.width * (root + sizes[block].parameters + coming)
 
     def gradients(self, block: int, always: int, last: bool) -> int:
-        """Bytes of all gradients before this block's are reduced."""
+        """Bytes of gradients before this block's are reduced."""
         later = 4 * sum(each.trained for each in self.size.of_blocks[block + 1 :])
         if self.once:
             return always - (later - later // self.shards if last else 0)
@@ -320,16 +317,14 @@ class _Rank:
 
     @property
     def reduced(self) -> int:
-        """Extra bytes for each gradient while it is reduced in a copy in fp32. The copy lives until the reduced share
-        exists.
-        """
+        """Bytes of a gradient's fp32 copy, which lives until the reduced share exists."""
         return max(self.width, 4) if self.once else 4 + max(self.width, 4 // self.shards)
 
 
 def _moments(
     rank: _Rank, row: ModelTrace, always: dict[str, int], images: dict[str, int], in_tower: int
 ) -> list[PeakCandidate]:
-    """Peaks at the head, in each block's backward pass, in a tower's, and at the root's gradients."""
+    """At the head, in blocks' and a tower's backward passes, and at the root's gradients."""
     size, held = rank.size, [block.kept for block in row.blocks]
     head = rank.width * (size.output if size.output_is_trained else 0)
     if rank.learner.activation_checkpointing == "offload":  # the others wait in host memory
@@ -361,7 +356,7 @@ def _in_block(
     images: dict[str, int],
     last: bool,
 ) -> list[PeakCandidate]:
-    """Peaks of a block's backward pass and of its gradients' reduction. `before`: kept by earlier blocks."""
+    """Backward pass, and reduction of gradients. `before`: kept by earlier blocks."""
     sizes, parallel = rank.size.of_blocks, rank.learner.context_parallel
     grown = {"activations": -(-before // parallel)} | images
     casts, per_token = rank.size.casts if rank.learner.matmul == "fp8" else (0, 0)
@@ -381,7 +376,7 @@ def _at_head(rank: _Rank, always: dict[str, int], head: int, kept: int, images: 
     """The head's gradient in fp32, a chunk's logits, their gradient and a softcap's slope; then the gradient in
     `model.dtype`.
 
-    Final hidden states exist three times: whole, those predicted from, and their gradient.
+    Final hidden states exist three times: whole, predicted from, and their gradient.
     """
     size, learner, width = rank.size, rank.learner, rank.width
     chunk = chunk_tokens(learner) * size.vocabulary
@@ -434,7 +429,7 @@ class ModelSizes:
     output_is_trained: bool
     vocabulary: int
     width: int
-    """Bytes of a token's hidden state in `model.dtype`."""
+    """Bytes of a token's hidden state."""
     costs: Costs
     active: int
     tower: Traced | None = None
@@ -457,7 +452,7 @@ def sizes_of(model: ModelConfig) -> ModelSizes:
 
 @lru_cache(maxsize=16)
 def _sizes_of(written: str, config_json: str) -> ModelSizes:
-    """`config_json` belongs to the cache's key only."""
+    """`config_json` is for the cache's key."""
     model = ModelConfig.model_validate_json(written)
     empty = _trained_on_meta(model)
     every = {id(block): BlockSize.of(block) for block in all_blocks(empty)}
@@ -513,7 +508,7 @@ def _decode(empty: PreTrainedModel, context_parallel: int, number: int) -> Tenso
 
 
 def _row_of(model: ModelConfig, learner: LearnerConfig) -> ModelTrace:
-    """What the blocks keep and work with, per token of a rank's slice."""
+    """Per token of a rank's slice."""
     way = learner.activation_checkpointing
     way = "block" if way in ("auto", "offload") else way
     way = "none" if way == "selective" and learner.compile is True else way
@@ -543,7 +538,7 @@ def _traced_row(written: str, config_json: str, context_parallel: int, way: str,
 
 
 def _rough_row(model: ModelConfig, context_parallel: int, way: str) -> ModelTrace:
-    """`_traced_row` from a forward pass alone, as if all blocks were equal."""
+    """`_traced_row` by a forward pass alone, as if blocks were equal."""
     empty = _trained_on_meta(model)
     width, every = _cast(empty, model).itemsize * empty.config.get_text_config().hidden_size, blocks(empty)
     kept = _trace(empty, partial(_decode, empty, context_parallel, META_TOKENS))
@@ -558,7 +553,6 @@ def _rough_row(model: ModelConfig, context_parallel: int, way: str) -> ModelTrac
 
 
 def _trained_on_meta(model: ModelConfig) -> PreTrainedModel:
-    """The model as a policy has it, in fp32."""
     empty = build_on_meta(model, META_ATTENTION)
     if model.lora:
         adapt(empty, model.lora, getattr(torch, model.dtype))
@@ -599,10 +593,10 @@ def _meta_places() -> Tensor:
 
 
 def _saved(traced: Traced, way: str) -> tuple[int, int]:
-    """Bytes per token or patch that a stack of blocks keeps, and that one block's backward pass works with.
+    """For towers, and for blocks whose backward pass cannot be traced: bytes that a stack keeps, and that one backward
+    pass works with.
 
-    For towers, and for blocks whose backward pass cannot be traced. A recomputed block holds what it would have kept,
-    and gradients of an MLP's two factors, the largest there are.
+    A recomputed block holds what it would have kept, and gradients of an MLP's two factors, the largest there are.
     """
     everything, matmuls, layers, width = traced.everything, traced.matmuls, traced.layers, traced.width
     working = 3 * matmuls // (2 * layers)

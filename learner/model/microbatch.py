@@ -1,7 +1,7 @@
-"""A microbatch: pieces of text packed without padding.
+"""Pieces of text packed without padding.
 
-Where samples share a prompt, the row is [shared prompts | their answers, group by group | whole documents]. An answer
-sees its prompt's keys (`SharedPrompts`) or, where that costs less, copies of them (`CopiedPrompts`).
+Where samples share prompts: [shared prompts | their answers, group by group | whole documents]. Answers see their
+prompt's keys (`SharedPrompts`) or, where cheaper, copies of them (`CopiedPrompts`).
 """
 
 from collections.abc import Sequence
@@ -77,8 +77,8 @@ class RowSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One packed row. Per-token tensors are [tokens]; with `targets`, all but `tokens` and `positions` have further
-    entries, for tokens that several samples train.
+    """One packed row; per-token tensors are [tokens]. With `targets`, all but `tokens` and `positions` have further
+    entries for tokens that several samples train.
 
     Example: documents of 2 and 3 tokens have `cu_seqlens` [0, 2, 5], `max_seqlen` 3, `positions` [0, 1, 0, 1, 2].
     """
@@ -159,10 +159,9 @@ def lay_out(
     groups: Sequence[int] = (),
     turns: Sequence[Any] | None = None,
 ) -> Microbatch:
-    """Make a microbatch of pieces; `rows`: their indices in `Batch.rows`.
+    """Make a microbatch of pieces. `rows`: indices in `Batch.rows`. `groups`: numbers of answers to shared prompts.
 
-    `groups`: numbers of answers to shared prompts. The prompts come first, without trainable tokens, then the first
-    one's answers, and so on; the rest are whole documents.
+    Prompts come first, without trainable tokens, then answers, prompt by prompt, then whole documents.
     """
 
     def joined(arrays: Sequence[Any], dtype: Any) -> Tensor:
@@ -219,6 +218,6 @@ def _shared(cu_seqlens: np.ndarray, groups: Sequence[int]) -> SharedPrompts:
 
 
 def one_document(tokens: Sequence[int]) -> Microbatch:
-    """A document of which every token but the first is trainable."""
+    """A document whose first token alone is not trainable."""
     size = len(tokens)
     return lay_out([tokens], [np.ones(size)], [np.zeros(size)], [np.full(size, -1)], [0])

@@ -1,7 +1,6 @@
 """The policy: a Hugging Face causal language model under FSDP2, with a chunked log-probability head.
 
-A method that computes is a collective of the ranks that share a copy (`learner/mesh.py`); a backward pass is one of all
-ranks.
+Methods that compute are collectives of the ranks that share a copy (`learner/mesh.py`); backward passes, of all ranks.
 """
 
 import logging
@@ -44,10 +43,9 @@ MOST_GRAPHS = 64
 
 
 class Policy(nn.Module):
-    """`policy(microbatch)` computes log-probabilities; if `valued`, as a critic's body, values.
+    """Computes log-probabilities or, if `valued`, a critic's values.
 
-    Rank 0 reads the weights into host memory and shards them tensor by tensor: no other rank ever holds the whole
-    model.
+    Rank 0 reads weights into host memory and shards them one by one: no other rank ever holds the whole model.
     """
 
     def __init__(
@@ -153,10 +151,10 @@ class Policy(nn.Module):
         loss: ChunkLoss | None = None,
         top: TopTokens | None = None,
     ) -> tuple[Tensor, ...]:
-        """Log-probability and entropy of trainable tokens: two [tokens] float32, 0 for other tokens.
+        """Log-probability and entropy of trainable tokens: two [tokens] float32, 0 elsewhere.
 
-        With `loss`, of some of `microbatch.scored`, they have no gradient; its sum, [] float32, is the third result. A
-        critic's body has one result: the value of the state after each token, [tokens] float32.
+        With `loss` they have no gradient; its sum, [] float32, is the third result. A critic's body has one result: the
+        value of the state after each token, [tokens] float32.
         """
         hidden = hidden_states(self.model, self.sight, self.mixture, microbatch)
         if self.valued:
@@ -172,7 +170,7 @@ class Policy(nn.Module):
         return logprobs
 
     def place(self, microbatch: Microbatch) -> Microbatch:
-        """Bring `microbatch` from the CPU to the device; where ranks share rows, with this rank's slice."""
+        """Bring `microbatch` to the device, with this rank's slice where ranks share rows."""
         if self.sight is not None and microbatch.images is not None:
             microbatch = replace(microbatch, images=self.sight.lay_out(microbatch.images))
         if self.context_group is not None:
@@ -196,7 +194,7 @@ class Policy(nn.Module):
             yield from self.form.tensors(name, buffer)
 
     def local_weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
-        """This rank's own rows (perhaps none), scaled and not rounded. No communication. Do not write to the tensors."""
+        """This rank's own rows, scaled and not rounded. No communication. Do not write to the tensors."""
         for name, parameter, scale in self._published(without):
             local = own_rows(parameter)
             yield name, local if scale == 1.0 else local * scale
@@ -205,7 +203,7 @@ class Policy(nn.Module):
         return frozenset(name for name, p, _ in self._published() if not is_sharded(p))
 
     def unsent_by_rows(self) -> str:
-        """The first weight or buffer that servers do not get as ranks' own rows, else empty."""
+        """A weight or buffer that servers do not get as ranks' own rows, else empty."""
         sent = [name for name, _, _ in self._published()]
         return next((name for name in sent if name in self.form.changed), "") or next(
             (name for name, _ in self._published_buffers()), ""
@@ -235,7 +233,7 @@ class Policy(nn.Module):
         return unshard((each._replace(scale=1.0) for each in factors(self.model)), self.device, torch.float32)
 
     def frozen_names(self) -> frozenset[str]:
-        """Weights that `model.freeze` names, and those in idle parts."""
+        """Weights of `model.freeze` and of idle parts."""
         idle = idle_names(self.model)
         every: list[tuple[str, Tensor]] = [(name, p) for name, p, _ in self._published() if not p.requires_grad]
         every += [(name, buffer) for name, buffer in self._published_buffers() if name in idle]
@@ -243,7 +241,7 @@ class Policy(nn.Module):
 
     @property
     def counts(self) -> bool:
-        """Of ranks that share a row, only the first counts its contents."""
+        """Of ranks that share a row, only the first counts it."""
         return self.context_group is None or context.size_and_rank(self.context_group)[1] == 0
 
     @property
@@ -281,7 +279,7 @@ def apply_head(
     loss: ChunkLoss | None = None,
     top: TopTokens | None = None,
 ) -> tuple[Tensor, ...]:
-    """Compute the result of `Policy.forward` from hidden states."""
+    """Compute `Policy.forward` from hidden states."""
     own, scored, targets = microbatch.own, microbatch.predicted, microbatch.targets
     predictor = microbatch.predictor if own is None else own.predictor
     tokens, shared = microbatch.tokens if targets is None else targets.tokens, microbatch.shared is not None
@@ -314,7 +312,7 @@ def _of_targets(loss: ChunkLoss, targets: Targets) -> ChunkLoss:
 
 
 class _Gather(torch.autograd.Function):
-    """`hidden[index]`; gradients of an index that occurs often, as of a prompt's last token, add up in float32."""
+    """`hidden[index]`; gradients of a repeated index, such as a prompt's last token, add up in float32."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, index: Tensor) -> Tensor:

@@ -21,9 +21,8 @@ SAVED_OPS = [
 
 
 def recompute(model: PreTrainedModel, way: str, compiled: bool = False) -> None:
-    """Have the blocks recompute as `way`, a value of `learner.activation_checkpointing`.
-
-    A compiled block is selective by itself: the compiler recomputes what is cheap.
+    """Set `learner.activation_checkpointing` to `way`. A compiled block is selective by itself: the compiler recomputes
+    what is cheap.
     """
     options: dict[str, Any] = {"use_reentrant": False}
     if way == "selective":

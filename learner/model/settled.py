@@ -1,7 +1,6 @@
 """What `auto` takes on a card that need not be present, and what each rank's GPU then holds.
 
-Rank 0, which holds the servers' copies, and another rank are computed; at the learner's start ranks agree by a
-collective.
+Computes rank 0, which holds the servers' copies, and another rank.
 """
 
 from dataclasses import dataclass
@@ -43,7 +42,7 @@ class Settled:
 
 
 def settle(config: Config, memory: int, patches: int = 0) -> Settled:
-    """Decide what is `auto` for GPUs with `memory` bytes. Raises ConfigError if these are too small."""
+    """Decide what is `auto` for GPUs with `memory` bytes. Raises ConfigError."""
     config = settle_gather(settle_speed(config, memory, patches), memory, patches)
     shards, reference, least = shards_of(config.learner), keeps_reference(config), least_microbatch(config, patches)
     first, *others = (

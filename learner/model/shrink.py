@@ -1,6 +1,6 @@
-"""Makes a small copy of a model's config: the same classes with few, narrow layers, short windows and few experts.
+"""Makes a small copy of a model's config: few, narrow layers, short windows and few experts.
 
-It keeps what decides how a model is computed: types and order of layers, ratios and sizes of heads.
+It keeps classes, types and order of layers, ratios and sizes of heads.
 """
 
 import copy

@@ -1,7 +1,4 @@
-"""Decides `auto` keys of the learner that change its speed, not its results.
-
-`memory.py` then decides how to use the rest of the memory.
-"""
+"""Decides `auto` keys that change the learner's speed, not its results."""
 
 import logging
 from collections.abc import Sequence
@@ -29,7 +26,7 @@ REASONS = {
 
 
 def fastest_first(learner: LearnerConfig, on_gpu: bool, versions: int) -> list[LearnerConfig]:
-    """Possible settings; none needs more memory than the one before. Never empty."""
+    """Settings, each with no more memory than the one before. Never empty."""
     worth = versions >= VERSIONS_WORTH_COMPILING or learner.matmul == "fp8"
     compiled = on_gpu and learner.cpu_offload is not True and worth
     if learner.compile != "auto":
@@ -59,7 +56,7 @@ def choose(
     sends: int = 0,
     critic: bool = False,
 ) -> int:
-    """Index of the first of `ways` that fits `memory` bytes (None: on CPU), else the last."""
+    """Index of the first of `ways` that fits `memory` (None: on CPU), else the last."""
     if memory is None:
         return 0
     for index, way in enumerate(ways[:-1]):

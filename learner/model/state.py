@@ -1,9 +1,9 @@
 """Layers that keep a state: convolutions, gated delta rules and state space models, computed document by document.
 
-In a packed row such a layer would go on from one document to the next. `separate` gives bounds to kernels that take
-them (`bounded_state.py`). Other layers see documents as sequences of batches: those of similar length together, padded
-on the right, which no earlier token sees. This is exact on any device, but waits for the GPU, because it reads the
-bounds. Classes are listed by name; `exactness.py` refuses others.
+In a packed row they would go on from one document to the next. `bounded_state.py` gives bounds to kernels that take
+them. Other layers see documents of similar length as sequences of a batch, padded on the right, which no earlier token
+sees: exact on any device, but it waits for the GPU to read bounds. `exactness.py` refuses classes that are not listed
+by name.
 """
 
 import logging
@@ -42,16 +42,13 @@ Span = tuple[int, int]
 
 
 def use_torch_alone() -> None:
-    """Have transformers compute such layers without KERNELS, which run on GPUs alone.
-
-    Call it before the model's code is imported, which chooses.
-    """
+    """Keep transformers from KERNELS, which run on GPUs alone. Call it before the model's code is imported."""
     for name in KERNELS:
         sys.modules[name] = None  # type: ignore[assignment]  # an import of it fails
 
 
 def layers_of(block: nn.Module) -> list[nn.Module]:
-    """The layers of a block that keep a state."""
+    """A block's layers that keep a state."""
     return [layer for layer in block.modules() if KEEPS_STATE.search(type(layer).__name__)]
 
 
@@ -69,13 +66,12 @@ def report(model: nn.Module, device: torch.device) -> None:
 
 
 def attends(block: nn.Module) -> bool:
-    """Whether a block has attention."""
     names = {type(layer).__name__ for layer in block.modules()}
     return any("Attention" in name and not KEEPS_STATE.search(name) for name in names)
 
 
 def products(layer: Any) -> int:
-    """A token's multiplications with the state of a layer, besides those by weights.
+    """Multiplications of a token with a layer's state.
 
     A delta rule reads its state [heads, key, value] twice and writes it once; a state space reads and writes [heads,
     head_dim, state] once; a convolution has only weights.
@@ -125,7 +121,7 @@ def _by_document(layer: nn.Module, forward: Callable[..., Any]) -> Callable[...,
 def _in_batches(
     forward: Callable[..., Any], given: tuple[Any, Any], tokens: int, batches: Iterable[tuple[Tensor, Tensor]]
 ) -> Any:
-    """Call `forward` with documents as sequences of batches; returns the row in its order."""
+    """Call `forward` with documents as sequences of batches; returns the row in order."""
     places, outputs = [], []
     for index, real in batches:
 
@@ -141,7 +137,7 @@ def _in_batches(
 
 
 def _prove(layer: nn.Module, forward: Callable[..., Any], hidden: Tensor) -> None:
-    """Compare a class's kernels with torch functions once in this process, on a GPU."""
+    """Compare a class's kernels with torch functions, once in this process."""
     if hidden.is_cuda and type(layer) not in PROVEN:
         check(layer, forward, hidden)
         PROVEN.add(type(layer))

@@ -1,8 +1,7 @@
 """The policy's divergence from a teacher's k most probable tokens, and its gradient at the logits.
 
-With p the policy's probabilities of the k tokens, q the teacher's, and t all other tokens as one: D = sum p log(p/q) +
-p_t log(p_t/q_t), the reverse KL over k + 1 outcomes. Reverse KL on the policy's samples: MiniLLM (arXiv:2306.08543);
-one outcome for other tokens: verl's `forward_kl_topk_tail`.
+With p of the policy, q of the teacher and t all other tokens as one: D = sum p log(p/q) + p_t log(p_t/q_t), the reverse
+KL over k + 1 outcomes (MiniLLM, arXiv:2306.08543; verl's `forward_kl_topk_tail`).
 """
 
 from dataclasses import dataclass
@@ -41,7 +40,7 @@ class Divergence(NamedTuple):
 
 
 def divergence(teacher: Tensor, policy: Tensor) -> Divergence:
-    """D of log-probabilities of the same tokens, [tokens, k] each."""
+    """D of log-probabilities, [tokens, k] each."""
     p, ratios = policy.exp(), policy - teacher
     rest, own = ((1 - each.exp().sum(-1)).clamp(min=0) for each in (teacher, policy))
     of_tail = own.clamp(min=LEAST_TAIL).log() - rest.clamp(min=LEAST_TAIL).log()
@@ -71,7 +70,7 @@ def top_gradient(
     grads: tuple[Tensor, Tensor | None],
     entropy: Tensor,
 ) -> TopGradient:
-    """The joint gradient of weights x D and of the sampled token's loss."""
+    """The joint gradient of weighted D and of the sampled token's loss."""
     (ids, own), (slope, of_entropy), weights = target, grads, top.weights.to(policy.dtype)
     hits = top.ids == ids[:, None]
     outside = weights * found.outside

@@ -1,7 +1,4 @@
-"""Gathers whole weights from the ranks that share a copy of the model, many at once.
-
-`DTensor.full_tensor` gathers weights singly, at a price for each.
-"""
+"""Gathers whole weights, many at once: `DTensor.full_tensor` takes a price for each."""
 
 from collections.abc import Iterable, Iterator
 
@@ -19,8 +16,8 @@ GATHER_BYTES = 512 << 20
 def unshard(weights: Iterable[Factor], device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
     """Yield names and whole weights, scaled, then rounded to `dtype`; in order.
 
-    A collective: all ranks must iterate to the end, and on a GPU must not change the current stream. The tensors may
-    share memory: only read them.
+    A collective: all ranks must iterate to the end, and on a GPU keep the current stream. Tensors may share memory:
+    only read them.
     """
     together: list[Factor] = []
     gathered = 0
@@ -63,7 +60,7 @@ def is_sharded(parameter: Tensor) -> bool:
 
 @torch.no_grad()
 def own_rows(parameter: Tensor) -> Tensor:
-    """This rank's rows, or all where each rank has all: a view."""
+    """This rank's rows, or all if not sharded: a view."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
 
 

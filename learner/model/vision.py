@@ -1,7 +1,7 @@
-"""A policy that sees: images go through the tower, and its features to their places.
+"""A policy that sees: a tower's features go to their places in the text.
 
-Features go by place, not by token id: a sampled placeholder is text. The tower runs for every microbatch, if need be on
-a blank image: ranks gather its weights together, and every parameter gets a gradient.
+Places, not token ids, decide: a sampled placeholder is text. The tower runs for every microbatch, if need be on a blank
+image: ranks gather its weights together, and every parameter gets a gradient.
 """
 
 from collections.abc import Iterable, Sequence
@@ -59,7 +59,7 @@ def freeze(model: PreTrainedModel, parts: Sequence[str]) -> None:
 
 
 class Sight:
-    """Runs the tower of `model`, which it changes where transformers is slow or waits for the GPU."""
+    """Runs the tower, changed where transformers is slow or waits for the GPU."""
 
     def __init__(self, model: PreTrainedModel, attention: str) -> None:
         parts, config = tower_parts(model), model.config.vision_config

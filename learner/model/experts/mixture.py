@@ -1,4 +1,4 @@
-"""A model as a mixture of experts: blocks with experts, active experts, routes of rows."""
+"""A mixture of experts: its blocks, and how rows are routed."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ class Experts(NamedTuple):
 
 
 def has_experts(config: Any) -> bool:
-    """Whether transformers' config is of a mixture of experts."""
+    """Whether a config is of a mixture of experts."""
     return num_experts(config.get_text_config().to_dict()) > 0
 
 
@@ -53,7 +53,7 @@ def experts_of(block: nn.Module) -> nn.Module | None:
 
 
 def share_taken(experts: nn.Module, config: Any) -> float:
-    """Share of a block's experts that a token takes, by a text config."""
+    """Share of a block's experts that a token takes."""
     number = next(len(parameter) for parameter in experts.parameters() if parameter.dim() > 2)
     taken = next((k for key in TAKEN if isinstance(k := getattr(config, key, None), int)), number)
     return taken / number
@@ -69,7 +69,7 @@ class Mixture:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Mixture | None":
-        """Have blocks on meta route by `Router`. Types for which that is not proven count and replay nothing."""
+        """Have blocks on meta route by `Router`. None for types where that is not proven."""
         if model.config.get_text_config().model_type not in REPLAYED:
             return None
         layers = [layer for layer in model.get_decoder().layers if experts_of(layer) is not None]  # type: ignore[no-untyped-call]

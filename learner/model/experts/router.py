@@ -1,4 +1,4 @@
-"""The router of a mixture of experts, in float32: chooses and weighs a token's experts, and counts.
+"""The router of a mixture of experts, in float32.
 
 Routes are arguments of the block's forward pass, so a recomputation gets the same ones.
 """
@@ -31,7 +31,7 @@ class Routing:
 
 
 class Router(nn.Module):
-    """A linear layer with the weight of transformers' `theirs`, and a softmax."""
+    """A linear layer with transformers' weight, and a softmax."""
 
     def __init__(self, theirs: Any) -> None:
         super().__init__()

@@ -1,7 +1,6 @@
-"""The head's passes over a chunk of logits, fused for GPUs: the forward reads logits once, the backward reads and
-writes them once.
+"""The head's passes over logits, fused for GPUs: one read forward, one read and write backward.
 
-Plain PyTorch (`head.py`) makes twenty passes, a sixth of a training step.
+Plain PyTorch makes twenty passes, a sixth of a training step.
 """
 
 import torch
@@ -19,7 +18,7 @@ def _logprob_forward_kernel(  # type: ignore[no-untyped-def]
     logits, targets, logprobs, norms, entropy, vocabulary, inverse_temperature,
     BLOCK: tl.constexpr, LOWEST: tl.constexpr,
 ):  # fmt: skip
-    """One program per row. Each lane keeps a running maximum m, and sums of exp(z - m) and z exp(z - m)."""
+    """Each lane keeps a running maximum m, and sums of exp(z - m) and z exp(z - m)."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * vocabulary
     lane = tl.arange(0, BLOCK)

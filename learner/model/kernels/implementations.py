@@ -1,7 +1,7 @@
-"""The kernels behind `operators.attend`: both passes of attention over sequences of many lengths.
+"""The kernels behind `operators.attend`.
 
-Query and results are [queries, heads, head_dim], key and value [keys, fewer or as many heads, head_dim], log-sum-exp
-[heads, queries]. Output and log-sum-exp in a backward pass may be a longer softmax's: then gradients are exact parts of
+Query and output are [queries, heads, head_dim], key and value [keys, fewer or as many heads, head_dim], log-sum-exp
+[heads, queries]. In a backward pass output and log-sum-exp may be a longer softmax's: gradients are then exact parts of
 the whole. No sequence is empty.
 """
 

@@ -1,14 +1,14 @@
-"""Attention over a row: one call of a kernel, or two whose softmaxes are joined where answers share a long prompt.
+"""Attention over a row: one kernel call, or two whose softmaxes are joined where answers share a long prompt.
 
 In the second call the answers, as one query sequence, see all of the prompt. With outputs O, log-sum-exps L and s =
 sigmoid(L_prompt - L_own), an answer's token gets
 
     O = (1 - s) O_own + s O_prompt,    L = log(exp(L_own) + exp(L_prompt)).
 
-In the backward pass each call gets the whole softmax's O and L: exp(score - L) and dO . O are then those of the whole,
-so gradients are exact and add up.
+In the backward pass each call gets the whole softmax's O and L, so that exp(score - L) and dO . O are the whole's, and
+gradients add up exactly.
 
-A sink is one more score z for each head, with value zero: O becomes O sigmoid(L - z), L becomes log(exp(L) + exp(z)),
+A sink is one more score z of each head, with value zero: O becomes O sigmoid(L - z), L becomes log(exp(L) + exp(z)),
 and the gradient of z is the sum of -exp(z - L) dO . O over tokens.
 """
 

@@ -1,8 +1,8 @@
 """Variable-length attention as operators that torch.compile does not look into.
 
-`joined.py` differentiates: an operator that also answers a log-sum-exp would drop that one's gradient silently. With
-`copied`, int64 indices, sequence i sees k[copied[k_starts[i] : k_starts[i + 1]]], likewise v. The operators make the
-copies: the compiler would keep them for every layer's backward pass.
+`joined.py` differentiates: an operator would silently drop the gradient of its log-sum-exp. Sequence i sees
+k[copied[k_starts[i] : k_starts[i + 1]]], likewise v. Operators make the copies: the compiler would keep them for every
+layer's backward pass.
 """
 
 import torch
@@ -81,4 +81,3 @@ def _added_up(gradients: Tensor, copied: Tensor, like: Tensor) -> Tensor:
 
 
 ATTEND, ATTEND_BACKWARD = torch.ops.headrace.attend.default, torch.ops.headrace.attend_backward.default
-"""The operators as a dispatch mode sees them."""

@@ -1,6 +1,6 @@
-"""Attention in plain arithmetic, for any device: the only kernel with a softcap.
+"""Attention in plain arithmetic for any device, the only kernel with a softcap.
 
-It is slow: one sequence after another. It waits for the GPU, because it reads the sequences' bounds.
+It takes one sequence after another, and waits for the GPU, because it reads their bounds.
 """
 
 from collections.abc import Iterator

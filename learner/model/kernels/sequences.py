@@ -21,7 +21,7 @@ class Sequences(NamedTuple):
     causal: bool
     scale: float
     window: int | None
-    """The most keys that a query sees, up to and including its own place."""
+    """The most keys that a query sees, its own place included."""
     softcap: float | None = None
     """Scores become `softcap * tanh(score / softcap)`."""
 
@@ -34,7 +34,7 @@ class Sequences(NamedTuple):
         return (none, none) if self.window is None else (self.window - 1, 0 if self.causal else self.q_longest)
 
     def spans(self) -> Iterator[tuple[slice, slice]]:
-        """It reads the starts, and a GPU would wait."""
+        """Reads the starts, for which a GPU would wait."""
         q, k = self.q_starts.tolist(), self.k_starts.tolist()
         return zip(map(slice, q, q[1:]), map(slice, k, k[1:]), strict=False)
 

@@ -1,7 +1,7 @@
-"""LoRA (arXiv 2106.09685): `W x + scale B A x` in linear layers of the text model's blocks, W frozen, A and B trained.
+"""LoRA (arXiv 2106.09685): `W x + scale B A x` in linear layers of the text model's blocks, W frozen.
 
-A layer keeps its class's arithmetic and its weight's name, so that sharding, recomputation and compilation see an
-ordinary model.
+A layer keeps its class's arithmetic and its weight's name: sharding, recomputation and compilation see an ordinary
+model.
 """
 
 import hashlib
@@ -44,7 +44,7 @@ class Factor(NamedTuple):
 
 
 def adapt(model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype) -> None:
-    """Freeze `model`, on meta, in `dtype`, and adapt its target layers. Raises ConfigError for unknown targets."""
+    """Freeze `model` in `dtype` and adapt its target layers. Raises ConfigError for unknown targets."""
     inside = {module for block in blocks(model) for module in block.modules() if type(module) is nn.Linear}
     layers = {name: module for name, module in model.named_modules() if module in inside}
     known = {_last_word(name) for name in layers}
@@ -70,7 +70,7 @@ def _last_word(name: str) -> str:
 
 
 def factors(model: nn.Module) -> Iterator[Factor]:
-    """The adapter's matrices in the order of layers, A before B; none without one."""
+    """The adapter's matrices by layer, A before B; none without one."""
     for name, layer in model.named_modules():
         if isinstance(layer, Adapted):
             yield Factor(name + LORA_A, layer.lora_A, 1.0)
