@@ -1,4 +1,4 @@
-"""Counts the bytes alive at each moment of a computation on the meta device, which frees tensors as a GPU would."""
+"""Counts bytes alive at each moment of a computation on the meta device, which frees tensors as a GPU would."""
 
 import weakref
 from collections.abc import Iterable, Sequence
@@ -69,15 +69,15 @@ class Alive(TorchDispatchMode):
 
 
 def _workspace(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """Attention's backward kernels also hold the queries' gradient in float32 and, where heads of keys are shared,
-    gradients for each head of queries.
+    """Attention's backward kernels also hold float32 gradients of queries and, for shared heads of keys, gradients for
+    each head of queries.
     """
     shared = 2 * q.nbytes if k.shape[1] < q.shape[1] else 0
     return 4 * q.numel() + shared
 
 
 def lines(short: Sequence[int], long: Sequence[int], tokens: int) -> list[Line]:
-    """Levels with `tokens` and with twice as many, as lines that are highest for some number of tokens."""
+    """Levels with `tokens` and twice as many, as lines that are highest somewhere."""
     if len(short) != len(long):  # some code loops over tokens
         short, long = [max(short)], [max(long)]
     slopes = ((b - a) / tokens for a, b in zip(short, long, strict=True))
@@ -85,7 +85,7 @@ def lines(short: Sequence[int], long: Sequence[int], tokens: int) -> list[Line]:
 
 
 def highest(found: Iterable[Line]) -> list[Line]:
-    """The upper envelope for 0 or more tokens, by rising slope."""
+    """The upper envelope by rising slope."""
     envelope: list[Line] = []
     for line in sorted(found, key=lambda line: (line.per_token, line.fixed)):
         while envelope and (line.fixed >= envelope[-1].fixed or _hidden(envelope, line)):
@@ -95,7 +95,6 @@ def highest(found: Iterable[Line]) -> list[Line]:
 
 
 def _hidden(envelope: Sequence[Line], line: Line) -> bool:
-    """Whether `line` hides the envelope's last line."""
     if len(envelope) < 2:
         return False
     first, middle = envelope[-2:]

@@ -1,4 +1,6 @@
-"""Variable-length attention over packed documents. transformers builds no [tokens, tokens] mask for these names."""
+"""Variable-length attention over packed documents, registered with transformers under names for which it builds no
+mask.
+"""
 
 import importlib
 import logging
@@ -48,7 +50,6 @@ Attention = Callable[..., tuple[Tensor, None]]
 
 
 def registered(name: str) -> str:
-    """The name in transformers' registry."""
     return PREFIX + NAMES[name]
 
 
@@ -121,14 +122,14 @@ def installed(name: str) -> bool:
 
 
 def most_copied(config: PreTrainedConfig) -> float:
-    """Keys that a row may copy for short prompts, per token; below 0: none."""
+    """Keys that a row may copy for short prompts, per token; negative: none."""
     text = config.get_text_config()
     heads: int = text.num_attention_heads
     return MOST_GATHERED * heads / (getattr(text, "num_key_value_heads", None) or heads) - 1
 
 
 def why_unshared(config: PreTrainedConfig, name: str, device: torch.device, kept: Sequence[str] = ()) -> str | None:
-    """Why attention `name` cannot share prompts of this model; None if it can."""
+    """Why attention `name` cannot share prompts of this model, if so."""
     text = config.get_text_config()
     if config.model_type in MUTUAL and sees(config):
         return "the tokens of an image see each other, and only causal attention can share a prompt"
@@ -160,9 +161,9 @@ def why_no_trees(config: PreTrainedConfig, name: str, device: torch.device, kept
 def key_room(config: PreTrainedConfig, layers: int) -> float:
     """Memory of a copied key in attention's backward pass over that of a token.
 
-    A copy takes key and value, their gradients, and one of these in float32; flash-attn also writes gradients for each
-    head of queries. A token takes its inputs of `layers` blocks and, in one block, three halves of the products with
-    its width, without an MLP's, to be safe.
+    A copy takes key and value, their gradients, one of these in float32 and, with flash-attn, gradients for each head
+    of queries. A token takes inputs of `layers` blocks and, in one block, three halves of the products with its width,
+    without an MLP's, to be safe.
     """
     text: Any = config.get_text_config()
     own = getattr(text, "is_heterogeneous", False)
@@ -183,7 +184,7 @@ def _key_room(config: Any, width: int, layers: int) -> float:
 
 
 def adapt(name: str) -> Attention:
-    """The kernel `name` for transformers: one call where no prompt is shared."""
+    """One call of the kernel `name` where no prompt is shared."""
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
@@ -242,7 +243,7 @@ def _seen_both_ways(
 
 
 def _widened(x: Tensor, width: int) -> Tensor:
-    """Zeros change no score, and the kernels take one size."""
+    """Zeros change no score; kernels take one size."""
     return pad(x, (0, width - x.shape[-1]))
 
 
@@ -257,7 +258,7 @@ def _check_arguments(module: nn.Module, given: Mapping[str, Any]) -> None:
 def sdpa(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, causal: bool, scale: float, window: int | None
 ) -> Tensor:
-    """torch's SDPA on [documents, longest], padded on the right: causally, no real token sees the padding."""
+    """torch's SDPA on [documents, longest], padded on the right, which no token sees causally."""
     position = torch.arange(longest, device=q.device)
     lengths = cu_seqlens.diff()
     real = position < lengths[:, None]

@@ -23,12 +23,12 @@ class BlockTrace:
     kept: int
     """Bytes per token, from forward to backward pass."""
     moments: tuple[Line, ...]
-    """Its peaks, in bytes; its own gradients are in the fixed part."""
+    """Its peaks; its own gradients are in the fixed part."""
 
 
 @dataclass(frozen=True)
 class ModelTrace:
-    """All blocks in order, and bytes per token kept outside of them."""
+    """All blocks in order, and bytes per token outside of them."""
 
     blocks: tuple[BlockTrace, ...]
     ends: int
@@ -42,7 +42,7 @@ class ModelTrace:
 
 
 def trace_model(empty: PreTrainedModel, decode: Callable[[int], Tensor]) -> ModelTrace:
-    """Trace each kind of block. `decode` computes final hidden states of so many tokens."""
+    """Trace each kind of block. `decode`: number of tokens -> final hidden states."""
     every, traced = blocks(empty), dict[Any, BlockTrace]()
     ends = _Run.of(empty, decode, None)
     for number, block in enumerate(every):
@@ -53,7 +53,7 @@ def trace_model(empty: PreTrainedModel, decode: Callable[[int], Tensor]) -> Mode
 
 
 def trace_compiled(empty: PreTrainedModel, decode: Callable[[int], Tensor], recomputed: bool) -> ModelTrace:
-    """`trace_model` for compiled blocks. `recomputed`: only a block's input is kept."""
+    """`recomputed`: only a block's input is kept."""
     every, traced = blocks(empty), dict[Any, BlockTrace]()
     ends = _Run.of(empty, decode, None)
     for number, block in enumerate(every):
@@ -70,7 +70,7 @@ def trace_compiled(empty: PreTrainedModel, decode: Callable[[int], Tensor], reco
 
 
 def _flow(empty: PreTrainedModel, decode: Callable[[int], Tensor], number: int) -> tuple[int, int, int]:
-    """Bytes per token: what the compiler keeps, what the backward pass adds, the block's input."""
+    """Bytes per token: kept by the compiler, added in the backward pass, the block's input."""
     flow, widths = Flow([*empty.parameters(), *empty.buffers()]), list[int]()
 
     def start(block: nn.Module, args: Any, kwargs: Any) -> None:
@@ -129,7 +129,7 @@ class _Passes:
 
     @property
     def within(self) -> list[int]:
-        """Levels from the block's start to the gradient of its input."""
+        """Levels until the gradient of the block's input."""
         return self._alive.levels[self._begin : self._end]
 
     def run(self, decode: Callable[[int], Tensor], tokens: int) -> None:
@@ -192,7 +192,7 @@ class _Loss(torch.autograd.Function):
 
 @contextmanager
 def _alone(empty: PreTrainedModel, number: int | None) -> Iterator[None]:
-    """All other blocks return their input; their further arguments live as long as the passes."""
+    """All other blocks return their input; their other arguments live as long as the passes."""
     given: list[Any] = []
     others = [block for index, block in enumerate(blocks(empty)) if index != number]
     recomputed = [getattr(block, "gradient_checkpointing", False) for block in others]

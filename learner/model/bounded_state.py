@@ -1,8 +1,6 @@
 """Layers with a state whose kernels know the bounds of documents: a packed row is one call.
 
-Delta rules need kernels with `cu_seqlens`, which flash-linear-attention has for GPUs; short convolutions get zeros
-between documents. State space models have no such kernel. No CPU runs these kernels, so `check` compares the first row
-on a GPU.
+State space models have no such kernel. No CPU runs these kernels, so `check` compares the first row on a GPU.
 """
 
 import importlib
@@ -23,15 +21,13 @@ from torch.autograd.graph import saved_tensors_hooks
 from configs.load import ConfigError
 
 CONVOLUTION = "causal_conv1d_fn"
-"""transformers' name of a short convolution."""
 RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
-"""transformers' names of delta rules."""
 LAYERS = ("GatedDeltaNet", "DeltaAttention", "ShortConv")
 """Ends of the names of such layers."""
 SCANS = re.compile(r"chunk|_scan$")
 """transformers' functions over whole documents that are slow in torch."""
 TRIED_BOUNDS = (0, 1, 70, 192)
-"""Shorter than a kernel's chunk of 64 tokens, and longer."""
+"""Shorter and longer than a kernel's chunk of 64 tokens."""
 TOLERANCES = {"output": 0.02, "gradient": 0.05}
 """Largest differences, relative to the norm. In bfloat16 rounding gives .004, a document that sees its neighbour .035
 or more (`benchmarks/lab/delta_rules.py`).
@@ -41,19 +37,19 @@ Function = Callable[..., Any]
 
 
 def namespace(layer: nn.Module) -> dict[str, Any]:
-    """The layer's module: transformers looks up its functions there at each call."""
+    """transformers looks up the layer's functions there at each call."""
     return vars(sys.modules[type(layer).__module__])
 
 
 def chosen(code: Mapping[str, Any]) -> dict[str, tuple[Function, Function]]:
-    """By name: transformers' torch function, and what is run in its place."""
+    """transformers' torch functions by name, each with what is run in its place."""
     wrapped = {name: _enclosed(function) for name, function in code.items() if isinstance(function, FunctionType)}
     return {name: (inner["torch_function"], inner["implementation"]) for name, inner in wrapped.items() if inner}
 
 
 @cache  # each layer of each pass asks again
 def _enclosed(function: FunctionType) -> dict[str, Any]:
-    """Variables of transformers' `use_kernel_func_from_hub_with_fallback` around its wrapper; else empty."""
+    """Variables of transformers' `use_kernel_func_from_hub_with_fallback` around its wrapper."""
     if "torch_function" not in function.__code__.co_freevars:
         return {}
     return dict(inspect.getclosurevars(function).nonlocals)
@@ -85,7 +81,7 @@ def _import_error(package: str) -> str:
 
 @contextmanager
 def replaced(layer: nn.Module, functions: Mapping[str, Function]) -> Iterator[None]:
-    """Have `layer` call `functions` for those of the same names."""
+    """Replace functions that `layer` calls."""
     code = namespace(layer)
     before = {name: code[name] for name in functions}
     code.update(functions)
@@ -96,7 +92,7 @@ def replaced(layer: nn.Module, functions: Mapping[str, Function]) -> Iterator[No
 
 
 def in_torch(layer: nn.Module) -> dict[str, Function]:
-    """transformers' own torch functions for `replaced`."""
+    """transformers' own torch functions."""
     return {name: torch_function for name, (torch_function, _) in chosen(namespace(layer)).items()}
 
 
@@ -111,7 +107,7 @@ def takes_bounds(layer: nn.Module) -> bool:
 
 
 def within(layer: nn.Module, starts: Tensor) -> dict[str, Function]:
-    """Functions for `replaced` that separate documents. `starts`: [documents + 1] int32, from 0 to the row's length."""
+    """Functions that separate documents. `starts`: [documents + 1] int32, from 0 to the row's length."""
     code = namespace(layer)
     convolution, rules = code[CONVOLUTION], {name: code[name] for name in RULES if name in code}
 
@@ -125,7 +121,7 @@ def within(layer: nn.Module, starts: Tensor) -> dict[str, Function]:
 
 
 def convolve(convolution: Function, x: Tensor, weight: Tensor, starts: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """A causal convolution of each document alone: [1, channels, tokens] to the same shape. Zeros part documents."""
+    """Convolve each document alone, with zeros in between: [1, channels, tokens] to the same shape."""
     tokens, back = x.shape[-1], weight.shape[-1] - 1
     position = torch.arange(tokens, device=x.device)
     place = position + back * torch.searchsorted(starts[1:].contiguous(), position, right=True)
@@ -135,9 +131,9 @@ def convolve(convolution: Function, x: Tensor, weight: Tensor, starts: Tensor, *
 
 
 def check(layer: nn.Module, forward: Function, hidden: Tensor) -> None:
-    """Compare kernels that are given bounds with torch functions on single documents, by output and gradient.
+    """Compare kernels with torch functions on single documents, by output and gradient. Raises ConfigError.
 
-    `hidden`: [1, tokens, width]. Raises ConfigError if they differ, or fail on this GPU.
+    `hidden`: [1, tokens, width].
     """
     tried = hidden[:, : TRIED_BOUNDS[-1]].detach()
     edges = [edge for edge in TRIED_BOUNDS if edge < tried.shape[1]] + [tried.shape[1]]
@@ -171,7 +167,7 @@ def _output(given: Any) -> Tensor:
 def _with_gradient(function: Callable[[Tensor], Tensor], row: Tensor) -> tuple[Tensor, Tensor]:
     """The output in float32, and the gradient by `row` of its weighted sum.
 
-    Blocks that are recomputed must not see the tensors that are kept here.
+    Recomputed blocks must not see the tensors that are kept here.
     """
     with torch.enable_grad(), saved_tensors_hooks(_same, _same):
         row = row.clone().requires_grad_()

@@ -12,11 +12,11 @@ BOUNDS = ("cu_seq_lens_q", "max_length_q")
 """Arguments without which a row is one document."""
 NOTED = "_row_bounds"
 RowBounds = tuple[Tensor, int, SharedPrompts | CopiedPrompts | None, str | None]
-"""`cu_seqlens`, `max_seqlen` and `shared` of a `Microbatch`, and the context group."""
+"""`cu_seqlens`, `max_seqlen`, `shared` of a `Microbatch`; the context group."""
 
 
 class Bounds:
-    """The bounds of a block's row; None before the first."""
+    """The bounds of a block's row, None before the first."""
 
     def __init__(self) -> None:
         self.row: RowBounds | None = None
@@ -39,7 +39,7 @@ def follow(blocks: Iterable[nn.Module]) -> None:
 
 
 def of_row(layer: nn.Module, given: Mapping[str, Any]) -> RowBounds:
-    """`given` bounds, else the block's. Raises ValueError."""
+    """`given` bounds, else the block's."""
     return _given(given) or _noted(layer)
 
 

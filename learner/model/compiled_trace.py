@@ -1,7 +1,7 @@
 """What the compiler keeps of a block for its backward pass, found without compiling.
 
-It keeps factors and results of matmuls and attention, and the block's input, and recomputes all else from the nearest.
-It fuses what is between two matmuls, so all factors that one kernel writes are alive together.
+It keeps factors and results of matmuls and attention, and the block's input, and recomputes all else. It fuses what is
+between two matmuls, so all factors that one kernel writes are alive together.
 """
 
 from collections import defaultdict
@@ -24,7 +24,7 @@ MATMULS = (
 
 
 class Flow(TorchDispatchMode):
-    """Records which storages come from which. Holding all tensors keeps addresses unique."""
+    """Records which storages come from which. Holding tensors keeps addresses unique."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         super().__init__()
@@ -47,8 +47,6 @@ class Flow(TorchDispatchMode):
 
     @property
     def hooks(self) -> saved_tensors_hooks:
-        """Record what autograd saves."""
-
         def keep(tensor: Tensor) -> Tensor:
             if self._within:
                 self._saved[self._key(tensor)] = None
@@ -71,14 +69,14 @@ class Flow(TorchDispatchMode):
     def working_bytes(self) -> int:
         """What the backward pass adds between the two widest matmuls: one's result and the other's factors.
 
-        Factors that were kept, such as an MLP's activations, have been used by then.
+        Kept factors, such as an MLP's activations, have been used by then.
         """
         widest = max(map(self._size, self._products - self._outside), default=0)
         late = {key for key in self._late - self._outside if self._size(key) == widest}
         return widest * (len(late - self.kept) - len(late & self.kept))
 
     def _border(self, key: int, found: set[int], known: dict[int, set[int]]) -> set[int]:
-        """What to keep beside `found` to compute `key` again: the least bytes between it and the nearest matmuls."""
+        """The least bytes to keep beside `found` to compute `key` again from the nearest matmuls."""
         if key in self._outside:
             return set()
         if key in self._products or key in found:

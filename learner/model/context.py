@@ -1,8 +1,8 @@
 """Context parallelism: ranks share each packed row, so that documents may exceed one GPU's memory.
 
-Each rank holds an equal slice. Around attention, all-to-alls exchange slices for shares of the heads (Ulysses,
-[2309.14509](https://arxiv.org/abs/2309.14509)), so attention sees whole documents, with any kernel. A group is named by
-a string, a constant for torch.compile.
+Around attention, all-to-alls exchange slices of the row for shares of the heads (Ulysses,
+[2309.14509](https://arxiv.org/abs/2309.14509)): attention sees whole documents, with any kernel. A group is named by a
+string, a constant for torch.compile.
 """
 
 from dataclasses import replace
@@ -20,7 +20,7 @@ from learner.model.microbatch import Microbatch, RowSlice
 
 
 class ContextGroup(NamedTuple):
-    """The ranks that share rows with this one."""
+    """The ranks that share this one's rows."""
 
     size: int
     rank: int
@@ -33,7 +33,7 @@ GROUPS: dict[str, ContextGroup] = {}
 
 
 def join(size: int, timeout: timedelta) -> str:
-    """Form groups of `size` consecutive ranks, once; a collective of all ranks."""
+    """Form groups of consecutive ranks, once; a collective of all ranks."""
     for name, own in GROUPS.items():
         if own.size == size and own.world is dist.group.WORLD:
             return name
@@ -44,14 +44,14 @@ def join(size: int, timeout: timedelta) -> str:
 
 
 def planned(size: int) -> str:
-    """Name a group that need not exist, for passes on the meta device."""
+    """Name a group for passes on the meta device."""
     name = f"planned-{size}"
     GROUPS[name] = ContextGroup(size, 0, None, None)
     return name
 
 
 def gathered(q: Tensor, k: Tensor, v: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """[slice, heads, head_dim] -> [row, own heads, head_dim]. Raises ConfigError if heads cannot be shared."""
+    """[slice, heads, head_dim] -> [row, own heads, head_dim]."""
     size, _ = size_and_rank(name)
     if problem := why_not(q.shape[1], k.shape[1], size):
         raise ConfigError([f"learner.context_parallel: {problem}; {REMEDY}"])
@@ -93,7 +93,7 @@ def _(x: Tensor, name: str) -> Tensor:
 
 @torch.library.custom_op("headrace::to_tokens", mutates_args=())
 def to_tokens(x: Tensor, heads: int, name: str) -> Tensor:
-    """[row, heads / ranks, width] -> [slice, heads, width]; adds up copies of a head in float32."""
+    """[row, heads / ranks, width] -> [slice, heads, width]; adds copies of a head in float32."""
     own, (tokens, share, width) = GROUPS[name], x.shape
     received = _exchanged(x.reshape(own.size, tokens // own.size, share, width).contiguous(), own)
     whole = received.transpose(0, 1).reshape(tokens // own.size, -1, width).contiguous()
@@ -129,7 +129,7 @@ to_tokens.register_autograd(lambda ctx, grad: (to_heads(grad, ctx.name), None, N
 
 
 def cut(row: Microbatch, name: str) -> Microbatch:
-    """Fill a row on the CPU up to equal slices, and add this rank's."""
+    """Fill a row up to equal slices, and add this rank's."""
     (size, rank), filled_from = size_and_rank(name), len(row.tokens)
     row = _filled_up(row, -filled_from % size)
     width = len(row.tokens) // size
@@ -157,7 +157,7 @@ def _filled_up(row: Microbatch, number: int) -> Microbatch:
 
 
 def whole(values: Tensor, name: str) -> Tensor:
-    """Sum [row] over ranks; each gets the gradient of its own values."""
+    """Sum [row] over ranks; each gets its own values' gradient."""
     return _Whole.apply(values, name)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -174,7 +174,7 @@ class _Whole(torch.autograd.Function):
 
 
 def check_same(digest: int, name: str) -> None:
-    """Raise RuntimeError unless the ranks of the group agree on `digest`."""
+    """Raise RuntimeError unless the group agrees on `digest`."""
     own = GROUPS[name]
     both = torch.tensor([digest, -digest])
     dist.all_reduce(both, dist.ReduceOp.MAX, group=own.group)

@@ -1,7 +1,7 @@
 """Checks before training that packed rows are computed exactly.
 
-A small copy with random weights must give packed documents and answers to shared prompts the log-probabilities that
-transformers gives each document alone.
+A small copy with random weights must give packed documents and answers the log-probabilities that transformers gives
+each document alone.
 """
 
 import copy
@@ -37,13 +37,13 @@ FAR = 10**7
 TRIED = attention.registered("sdpa") + "_tried"
 """Checks the masks that transformers would make."""
 LENGTHS = (5, 2 * WINDOW + 5, 10, 9)
-"""The second exceeds any window; layers that keep a state compute the last two together."""
+"""The second exceeds any window; layers with a state compute the last two together."""
 ANSWERS = (4, 1, 6)
 FOREIGN = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NotImplementedError, RuntimeError),
     *(TypeError, ValueError),
 )
-"""What a model raises that the learner cannot run."""
+"""What unusable models raise."""
 REMEDY = "take a model of a type that is trained exactly, such as qwen2, qwen3, llama or mistral"
 OPTIONS = HeadOptions(1.0, 64, False)
 NO_IMAGES: Mapping[str, Tensor] = MappingProxyType({})
@@ -54,7 +54,7 @@ class Inexact(ValueError):
 
 
 def check_exact(model: ModelConfig, share: bool) -> None:
-    """Raise ConfigError unless the model's packed rows are computed exactly."""
+    """Raise ConfigError unless packed rows are computed exactly."""
     config = loading.read_config(model)
     kind = config.model_type
     if found := reasons(config, share, model.trust_remote_code):
@@ -86,7 +86,7 @@ def check_shareable(model: ModelConfig, ranks: int) -> None:
 
 
 def reasons(config: PreTrainedConfig, share: bool = True, trusted: bool = False) -> list[str]:
-    """Why the learner would not train the model exactly."""
+    """Why the model would not be trained exactly."""
     if found := list(unsupported(config.to_dict())):
         return found
     try:
@@ -152,7 +152,7 @@ def _built(config: PreTrainedConfig, trusted: bool) -> tuple[PreTrainedModel, Pr
 
 
 def _judge_mask(mask_function: Callable[..., Tensor], q_length: int, **given: Any) -> None:
-    """Refuse a mask that hides parts of very long documents only, which short trials cannot show."""
+    """Refuse a mask that only hides parts of very long documents, which short trials cannot show."""
     if q_length == LENGTHS[1]:  # one document alone: mask functions of packed rows take no other positions
         zero, first = torch.tensor(0), torch.tensor(0)
         near, far = (bool(mask_function(zero, zero, torch.tensor(at), first)) for at in (q_length - 1, FAR))
@@ -243,8 +243,8 @@ def _shared(row: Microbatch) -> Iterator[tuple[str, Microbatch]]:
 
 
 def forks_of(documents: Sequence[np.ndarray]) -> list[tuple[np.ndarray, int]]:
-    """Texts, and tokens shared with the previous one: forks beyond any window and within the first document, a prefix,
-    a text alone.
+    """Texts, and tokens shared with the previous one: forks beyond any window and in the first document, a prefix, a
+    text alone.
     """
     first, long, other, last = documents
     whole = np.concatenate([first, long, other])
@@ -269,13 +269,13 @@ def forest_row(texts: Sequence[tuple[np.ndarray, int]]) -> Microbatch:
 
 
 def packed_row(texts: Sequence[np.ndarray], groups: Sequence[int] = ()) -> Microbatch:
-    """All but the first tokens of documents and answers are scored."""
+    """Scores all but the first tokens of documents and answers."""
     sampled, zeros = [np.full(len(x), i >= len(groups)) for i, x in enumerate(texts)], [np.zeros(len(x)) for x in texts]
     return lay_out(texts, sampled, zeros, zeros, range(len(texts)), groups)
 
 
 def alone(model: PreTrainedModel, document: np.ndarray, images: Mapping[str, Tensor] = NO_IMAGES) -> Tensor:
-    """Run the model's own forward pass. `images`: from transformers' processor."""
+    """Log-probabilities of the model's own forward pass."""
     ids = torch.as_tensor(document)[None]
     logits: Tensor = model(input_ids=ids, use_cache=False, **images).logits[0].float()
     return logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
@@ -287,7 +287,6 @@ Parts = dict[str, list[Tensor]]
 
 @contextmanager
 def block_outputs(model: PreTrainedModel) -> Iterator[Parts]:
-    """Collect the outputs of blocks' parts."""
     found: Parts = {}
 
     def collect(name: str, module: nn.Module, given: Any, output: Any) -> None:

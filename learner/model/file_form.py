@@ -17,7 +17,7 @@ from learner.model.loading import persistent_buffers
 Shapes = list[tuple[str, tuple[int, ...]]]
 
 DEEPER = {"gemma3": ("vision_tower.", "vision_tower.vision_model.")}
-"""transformers 5 shortens such names and does not lengthen them again; vLLM knows only the longer ones."""
+"""transformers 5 shortens such names and does not restore them; vLLM knows only the longer ones."""
 
 
 class FileForm:
@@ -38,7 +38,7 @@ class FileForm:
 
     @property
     def joined(self) -> str:
-        """A tensor of the files that joins several weights, which this form cannot."""
+        """A tensor of the files that joins several weights, which this form cannot do."""
         names = Counter(name for held in self._changed.values() for name, _ in held)
         return next((name for name, number in names.items() if number > 1), "")
 

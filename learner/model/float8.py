@@ -1,6 +1,6 @@
 """Linear layers that multiply in FP8 (`learner.matmul: fp8`): y = x Wᵀ, dx = g W and dW = gᵀ x.
 
-Each factor is cast to e4m3 with one scale for each row or column, along which no product sums. So all are cast twice.
+Factors are cast to e4m3, with one scale for each row or column, along which no product sums.
 """
 
 from collections.abc import Iterator
@@ -60,7 +60,7 @@ def by_row(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def by_column(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`by_row` of xᵀ, contiguous, with rows filled up to a multiple of 16."""
+    """`by_row` of xᵀ, contiguous, rows filled up to a multiple of 16."""
     wide = x.float()
     scale = _scale(wide.abs().amax(0, keepdim=True))
     cast = (wide / scale).to(FP8).t().contiguous()
@@ -91,7 +91,7 @@ def _inside(block: nn.Module) -> Iterator[nn.Linear]:
 
 
 def cast_bytes(model: PreTrainedModel) -> tuple[int, int]:
-    """What casts add to the largest block: bytes of weights, and bytes per token of outputs' gradients and the widest
+    """What casts add to the largest block: bytes of weights, bytes per token of outputs' gradients and the widest
     input.
     """
     sizes = [[(layer.out_features, layer.in_features) for layer in _inside(block)] for block in blocks(model)]
@@ -101,7 +101,7 @@ def cast_bytes(model: PreTrainedModel) -> tuple[int, int]:
 
 
 def convert(model: PreTrainedModel) -> int:
-    """Have linear layers multiply in FP8; returns their number. Raises ConfigError."""
+    """Have linear layers multiply in FP8; returns their number."""
     if problem := why_not(model):
         raise ConfigError([f"{KEY}: {problem}; {REMEDY}"])
     layers = list(layers_of(model))

@@ -2,8 +2,8 @@
 
     FLOPs = 6 (B t + V s) + 6 L a q      MFU = FLOPs / (seconds x GPUs x peak)
 
-docs/design/learner.md explains the letters. 6 = 2 in the forward and 4 in the backward pass; 4 for a frozen matrix. A
-tower adds c p + d p² for each image of p patches.
+docs/design/learner.md explains the letters. 6 = 2 forward and 4 backward; 4 for a frozen matrix. A tower adds c p + d
+p² for each image of p patches.
 """
 
 from collections.abc import Callable, Iterable
@@ -30,7 +30,7 @@ class TowerCosts:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "TowerCosts | None":
-        """A matrix costs 2 in the forward pass, 2 for its own gradient and 2 for its input's."""
+        """A matrix costs 2 forward, 2 for its own gradient and 2 for its input's."""
         parts = tower_parts(model)
         if parts is None:
             return None
@@ -72,7 +72,7 @@ class Costs:
         return cls(2.0 * products, 2.0 * _passes(head) * head.numel(), 6.0 * width)
 
     def total(self, tokens: float, trainable: float, squares: float) -> float:
-        """FLOPs of a batch; `squares`: sum of squared lengths."""
+        """`squares`: sum of squared lengths."""
         return self.per_token * tokens + self.per_trainable * trainable + self.per_pair * squares
 
     @property
@@ -82,7 +82,7 @@ class Costs:
 
     @property
     def patch_cost(self) -> float:
-        """FLOPs of a tower's patch over those of a token."""
+        """FLOPs of a tower's patch over a token's."""
         return self.tower.per_patch / (self.per_token + self.per_trainable) if self.tower else 0.0
 
 

@@ -1,8 +1,8 @@
 """A row of texts that share prefixes, each computed once.
 
 Each text lays the tokens that the previous text lacks, and sees copies of the keys of its first tokens. Several texts
-may train one token, so per-token tensors have further entries behind the row's; the head computes each predicted token
-once (`Targets`).
+may train one token: per-token tensors have further entries behind the row's, and the head computes each token once
+(`Targets`).
 """
 
 from collections.abc import Sequence
@@ -69,7 +69,7 @@ def places_of(texts: Sequence[Text]) -> list[np.ndarray]:
 
 
 class Entries(NamedTuple):
-    """Entries of the per-token tensors: the row's, then further ones."""
+    """Entries of per-token tensors: the row's, then further ones."""
 
     of_text: list[np.ndarray]
     """Tokens of each text that have an entry."""

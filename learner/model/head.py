@@ -1,4 +1,4 @@
-"""The log-probability head: fp32 log-probabilities and entropies, never a [tokens, vocabulary] tensor.
+"""The log-probability head: never a [tokens, vocabulary] tensor.
 
 `logprobs_and_entropy` recomputes logits in the backward pass; `chunked_loss` computes gradients while a chunk's logits
 exist.
@@ -15,9 +15,7 @@ from learner.model.epilogue import Epilogue
 from learner.model.top_tokens import TopGradient, TopTokens, divergence, top_gradient
 
 ChunkLoss = Callable[[Tensor, Tensor, Any], Tensor]
-"""(log-probabilities, entropies, which tokens: slice, or int64 indices where several samples train one) -> their loss,
-[].
-"""
+"""(log-probabilities, entropies, slice or, where several samples train a token, int64 indices) -> loss, []."""
 
 
 class ChunkGradients(NamedTuple):
@@ -35,7 +33,7 @@ CHUNK_ON_CPU = 1024
 
 
 def chunk_tokens(learner: LearnerConfig) -> int:
-    """`learner.head_chunk_tokens`; for an undecided `auto` the smaller of its two values."""
+    """An undecided `auto` takes the smaller of its two values."""
     return CHUNK_ON_CPU if learner.head_chunk_tokens == "auto" else learner.head_chunk_tokens
 
 
@@ -58,7 +56,7 @@ def logprobs_and_entropy(
     """log softmax(hidden @ weight.T / temperature)[targets] and its entropy, with gradient.
 
     `hidden` [tokens, hidden_size], `weight` [vocabulary, hidden_size], `targets` [tokens] int64, `bias` [vocabulary];
-    results [tokens] float32 (float64 for float64 input).
+    results [tokens] float32 or wider.
     """
     logprobs, entropy = _RecomputedLogits.apply(hidden, weight, bias, targets, options)  # type: ignore[no-untyped-call]
     return logprobs, entropy
@@ -73,7 +71,7 @@ def chunked_loss(
     bias: Tensor | None = None,
     top: TopTokens | None = None,
 ) -> tuple[Tensor, ...]:
-    """Log-probabilities and entropies without gradient, and with gradient the sum of `loss` over chunks: [].
+    """Log-probabilities and entropies without gradient, and the sum of `loss` with gradient: [].
 
     With `top` the sum includes weighted divergences from teachers, which are a fourth result: [tokens].
     """

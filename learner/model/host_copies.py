@@ -1,6 +1,6 @@
 """Keeps inputs of recomputed blocks in host memory (`learner.activation_checkpointing: offload`).
 
-A stream copies an input while its block computes, and fetches it while the next block is recomputed.
+A stream fetches an input while the next block is recomputed.
 """
 
 import weakref
@@ -29,8 +29,6 @@ class HostCopy:
 
 
 class HostCopies:
-    """The copies of one model's blocks."""
-
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
         self._last: weakref.ref[HostCopy] | None = None

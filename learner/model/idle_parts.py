@@ -1,6 +1,6 @@
 """Parts of a multimodal model that text does not pass: towers and projectors.
 
-Where images are not trained, they are frozen, never computed, and sharded separately so that no pass gathers them.
+Where images are not trained, they are frozen and sharded separately, so that no pass gathers them.
 """
 
 from collections.abc import Iterator
@@ -45,7 +45,6 @@ def idle_modules(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def idle_names(model: PreTrainedModel) -> frozenset[str]:
-    """Names of idle parameters and buffers."""
     if not _has_idle(model):
         return frozenset()
     used, inside = _used(model), {id(module) for part in idle_modules(model) for module in part.modules()}

@@ -117,7 +117,7 @@ def persistent_buffers(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
 
 
 def has_blocks(model: PreTrainedModel) -> bool:
-    """Whether the model's decoder lists its blocks as `layers`."""
+    """Whether the decoder lists its blocks as `layers`."""
     return isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList)  # type: ignore[no-untyped-call]
 
 
@@ -130,7 +130,7 @@ def blocks(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def all_blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """Modules that are sharded separately: blocks of model and tower."""
+    """Modules that are sharded separately."""
     seeing = tower_parts(model)
     return [*(seeing.blocks if seeing else ()), *blocks(model)]
 

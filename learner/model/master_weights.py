@@ -29,7 +29,7 @@ SLOTS = 3
 
 
 def device_bytes(numbers: int, portion: int) -> int:
-    """GPU memory of an optimizer's step over so many numbers."""
+    """GPU memory of an optimizer's step."""
     return 4 * KINDS * SLOTS * min(numbers, portion)
 
 
@@ -64,10 +64,10 @@ def _begins(sizes: Sequence[int]) -> list[int]:
 
 
 def host_memory(numbers: int, device: torch.device) -> Tensor:
-    """`[numbers] float32` zeros, locked so that copies do not wait. Raises RuntimeError.
+    """`[numbers] float32` zeros, locked so that copies do not wait.
 
-    One call locks all: CUDA refuses a copy across two locked pieces. torch's own pinned memory takes powers of two, up
-    to twice as much.
+    CUDA refuses copies across two locked pieces, so one call locks all. torch's own pinned memory takes up to twice as
+    much.
     """
     if device.type != "cuda" or not numbers:
         return torch.zeros(numbers)
@@ -153,9 +153,8 @@ def _like(parameter: nn.Parameter, rows: Tensor) -> Tensor:
 
 
 def keep_wide_gradients(root: FSDPModule, parameters: Iterable[nn.Parameter]) -> None:
-    """Have the gradients of narrower `parameters` add up in fp32.
-
-    FSDP2 gives gradients their parameters' dtype, noted when it is initialised.
+    """Have gradients of narrower `parameters` add up in fp32; FSDP2 notes their parameters' dtype when it is
+    initialised.
     """
     root._get_fsdp_state()._lazy_init()
     for module in root.modules():  # type: ignore[attr-defined]

@@ -46,9 +46,9 @@ from learner.model.vision import PATCHES_PER_TOKEN, Sight, freeze
 log = logging.getLogger(__name__)
 GIB = 2**30
 SHARE = 0.9
-"""What `tokens_per_microbatch: auto` fills; CUDA, NCCL and fragmentation take the rest."""
+"""Share of GPU memory that `tokens_per_microbatch: auto` fills; CUDA, NCCL and fragmentation take the rest."""
 GATHERED_SHARE = 0.1
-"""What `gather: auto` may spend of GPU memory, or of the microbatch that fills it."""
+"""`gather: auto` may take this share of GPU memory, or of the microbatch that fills it."""
 AUTO_TOKENS_ON_CPU = 8192
 META_TOKENS = 64
 META_ATTENTION = attention.registered("varlen")
@@ -83,7 +83,7 @@ class Estimate:
         return max(candidate.total(tokens) for candidate in self.candidates)
 
     def fit(self, available: int) -> int:
-        """Tokens of the largest microbatch in `available` bytes, a multiple of 256; 0 or less if none."""
+        """Tokens of the largest microbatch in `available` bytes, a multiple of 256; 0 or less if nothing fits."""
         fits = [(available - peak.total(0)) // max(sum(peak.per_token.values()), 1) for peak in self.candidates]
         return min(fits) // 256 * 256
 
@@ -94,7 +94,7 @@ class Estimate:
 
 
 def gpu_memory(device: torch.device) -> int | None:
-    """Bytes that no other process holds, None on CPU."""
+    """GPU bytes that no other process holds, None on CPU."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
@@ -226,7 +226,7 @@ def check_host(config: Config, tokens: int, ranks: int, available: int, shards: 
 
 
 def check_copies(expected: Estimate, available: int, config: Config, shards: int) -> None:
-    """Raise ConfigError if the servers' copies alone do not fit."""
+    """Raise ConfigError if the servers' copies alone do not fit: only more ranks make them smaller."""
     copies = expected.candidates[0].fixed.get("copies to send", 0)
     if copies > COPIES_SHARE * available:
         who = "a rank" if publishes_rows(config, shards) else "rank 0"
@@ -324,7 +324,6 @@ class _Rank:
 def _moments(
     rank: _Rank, row: ModelTrace, always: dict[str, int], images: dict[str, int], in_tower: int
 ) -> list[PeakCandidate]:
-    """At the head, in blocks' and a tower's backward passes, and at the root's gradients."""
     size, held = rank.size, [block.kept for block in row.blocks]
     head = rank.width * (size.output if size.output_is_trained else 0)
     if rank.learner.activation_checkpointing == "offload":  # the others wait in host memory
@@ -356,7 +355,7 @@ def _in_block(
     images: dict[str, int],
     last: bool,
 ) -> list[PeakCandidate]:
-    """Backward pass, and reduction of gradients. `before`: kept by earlier blocks."""
+    """`before`: bytes kept by earlier blocks."""
     sizes, parallel = rank.size.of_blocks, rank.learner.context_parallel
     grown = {"activations": -(-before // parallel)} | images
     casts, per_token = rank.size.casts if rank.learner.matmul == "fp8" else (0, 0)
@@ -374,9 +373,7 @@ def _in_block(
 
 def _at_head(rank: _Rank, always: dict[str, int], head: int, kept: int, images: dict[str, int]) -> PeakCandidate:
     """The head's gradient in fp32, a chunk's logits, their gradient and a softcap's slope; then the gradient in
-    `model.dtype`.
-
-    Final hidden states exist three times: whole, predicted from, and their gradient.
+    `model.dtype`. Hidden states are there three times: whole, predicted from, and their gradient.
     """
     size, learner, width = rank.size, rank.learner, rank.width
     chunk = chunk_tokens(learner) * size.vocabulary
@@ -508,7 +505,6 @@ def _decode(empty: PreTrainedModel, context_parallel: int, number: int) -> Tenso
 
 
 def _row_of(model: ModelConfig, learner: LearnerConfig) -> ModelTrace:
-    """Per token of a rank's slice."""
     way = learner.activation_checkpointing
     way = "block" if way in ("auto", "offload") else way
     way = "none" if way == "selective" and learner.compile is True else way
@@ -593,8 +589,8 @@ def _meta_places() -> Tensor:
 
 
 def _saved(traced: Traced, way: str) -> tuple[int, int]:
-    """For towers, and for blocks whose backward pass cannot be traced: bytes that a stack keeps, and that one backward
-    pass works with.
+    """For towers, and where backward passes cannot be traced: bytes that a stack keeps, and that one backward pass
+    takes.
 
     A recomputed block holds what it would have kept, and gradients of an MLP's two factors, the largest there are.
     """
@@ -610,7 +606,7 @@ def _saved(traced: Traced, way: str) -> tuple[int, int]:
 
 
 Storages = dict[int, Tensor]
-"""Keys are addresses, so views count once; holding the tensors keeps addresses unique."""
+"""Keys are addresses: views count once, and holding tensors keeps addresses unique."""
 
 
 def _add(storages: Storages, *tensors: Tensor) -> None:
@@ -641,7 +637,7 @@ def _trace(empty: PreTrainedModel, forward: Callable[[], Any]) -> tuple[int, int
 
 
 class _MatmulRecorder(TorchDispatchMode):
-    """`added`: matrices whose output is added to another's; the compiler keeps the sum alone."""
+    """`added`: matrices whose output is added to another's; the compiler keeps only the sum."""
 
     def __init__(self, added: Storages) -> None:
         super().__init__()

@@ -1,7 +1,6 @@
-"""Pieces of text packed without padding.
+"""Pieces of text packed without padding: [shared prompts | their answers, group by group | whole documents].
 
-Where samples share prompts: [shared prompts | their answers, group by group | whole documents]. Answers see their
-prompt's keys (`SharedPrompts`) or, where cheaper, copies of them (`CopiedPrompts`).
+Answers see their prompt's keys (`SharedPrompts`) or, where cheaper, copies of them (`CopiedPrompts`).
 """
 
 from collections.abc import Sequence
@@ -45,8 +44,8 @@ class CopiedPrompts(NamedTuple):
 class Targets(NamedTuple):
     """Tokens that a row's head computes once, where texts share more than prompts.
 
-    Example: two samples of one prompt of 2 with answers [5, 6] and [5, 7], int64: `predictor` [1, 2, 2], `tokens` [5,
-    6, 7], `of_scored` [0, 1, 0, 2], `members` [0, 2, 1, 3].
+    Example: samples of one prompt of 2 with answers [5, 6] and [5, 7], int64: `predictor` [1, 2, 2], `tokens` [5, 6,
+    7], `of_scored` [0, 1, 0, 2], `members` [0, 2, 1, 3].
     """
 
     predictor: Tensor
@@ -62,7 +61,7 @@ class Targets(NamedTuple):
 
 
 class RowSlice(NamedTuple):
-    """A rank's slice of a row that a context group shares (`context.py`)."""
+    """A rank's slice of a shared row (`context.py`)."""
 
     group: str
     start: int
@@ -77,8 +76,8 @@ class RowSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One packed row; per-token tensors are [tokens]. With `targets`, all but `tokens` and `positions` have further
-    entries for tokens that several samples train.
+    """One packed row of [tokens]. With `targets`, all but `tokens` and `positions` have further entries for tokens that
+    several samples train.
 
     Example: documents of 2 and 3 tokens have `cu_seqlens` [0, 2, 5], `max_seqlen` 3, `positions` [0, 1, 0, 1, 2].
     """
@@ -91,9 +90,9 @@ class Microbatch:
     """int32 [pieces + 1]"""
     max_seqlen: int
     sampled: Tensor
-    """bool: trainable, which no document's first token is."""
+    """bool: trainable, never a document's first token."""
     scored: Tensor
-    """int64 [trainable tokens]: where `sampled` is true."""
+    """int64 [trainable tokens]: indices of `sampled`."""
     predictor: Tensor
     """int64 [trainable tokens]: the token before each; before an answer its prompt's last."""
     behaviour: Tensor
@@ -115,7 +114,7 @@ class Microbatch:
     teacher: Tensor | None = None
     """float32 log-probability, 0 without a teacher."""
     teacher_ids: Tensor | None = None
-    """int64 [trainable tokens, k]: the teacher's most probable tokens, 0 without one."""
+    """int64 [trainable tokens, k], 0 without a teacher."""
     teacher_top: Tensor | None = None
     """float32 [trainable tokens, k]"""
     targets: Targets | None = None
@@ -134,7 +133,7 @@ class Microbatch:
         return len(self.scored) if self.targets is None else len(self.targets.tokens)
 
     def copying(self, most: float) -> "Microbatch":
-        """Copy prompts' keys if that is at most `most` keys a token; on the CPU."""
+        """Copy prompts' keys, if at most `most` a token; on the CPU."""
         bounds = self.cu_seqlens.numpy()
         copies = np.diff(bounds[: len(self.groups) + 1]).dot(self.groups)
         return replace(self, shared=_copied(bounds, self.groups)) if 0 < copies <= most * bounds[-1] else self
@@ -159,7 +158,7 @@ def lay_out(
     groups: Sequence[int] = (),
     turns: Sequence[Any] | None = None,
 ) -> Microbatch:
-    """Make a microbatch of pieces. `rows`: indices in `Batch.rows`. `groups`: numbers of answers to shared prompts.
+    """Make a microbatch. `rows`: indices in `Batch.rows`. `groups`: numbers of answers to shared prompts.
 
     Prompts come first, without trainable tokens, then answers, prompt by prompt, then whole documents.
     """

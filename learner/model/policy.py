@@ -1,4 +1,4 @@
-"""The policy: a Hugging Face causal language model under FSDP2, with a chunked log-probability head.
+"""The policy: a Hugging Face causal language model under FSDP2.
 
 Methods that compute are collectives of the ranks that share a copy (`learner/mesh.py`); backward passes, of all ranks.
 """
@@ -153,8 +153,8 @@ class Policy(nn.Module):
     ) -> tuple[Tensor, ...]:
         """Log-probability and entropy of trainable tokens: two [tokens] float32, 0 elsewhere.
 
-        With `loss` they have no gradient; its sum, [] float32, is the third result. A critic's body has one result: the
-        value of the state after each token, [tokens] float32.
+        With `loss` they have no gradient; its sum, [] float32, is the third result. A critic has one result: the value
+        after each token, [tokens] float32.
         """
         hidden = hidden_states(self.model, self.sight, self.mixture, microbatch)
         if self.valued:
@@ -170,7 +170,7 @@ class Policy(nn.Module):
         return logprobs
 
     def place(self, microbatch: Microbatch) -> Microbatch:
-        """Bring `microbatch` to the device, with this rank's slice where ranks share rows."""
+        """Bring `microbatch` to the device, with this rank's slice of a shared row."""
         if self.sight is not None and microbatch.images is not None:
             microbatch = replace(microbatch, images=self.sight.lay_out(microbatch.images))
         if self.context_group is not None:
@@ -203,7 +203,7 @@ class Policy(nn.Module):
         return frozenset(name for name, p, _ in self._published() if not is_sharded(p))
 
     def unsent_by_rows(self) -> str:
-        """A weight or buffer that servers do not get as ranks' own rows, else empty."""
+        """A weight or buffer that ranks do not send as their own rows, else empty."""
         sent = [name for name, _, _ in self._published()]
         return next((name for name in sent if name in self.form.changed), "") or next(
             (name for name, _ in self._published_buffers()), ""

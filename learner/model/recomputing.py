@@ -21,8 +21,8 @@ SAVED_OPS = [
 
 
 def recompute(model: PreTrainedModel, way: str, compiled: bool = False) -> None:
-    """Set `learner.activation_checkpointing` to `way`. A compiled block is selective by itself: the compiler recomputes
-    what is cheap.
+    """Have blocks recompute by `way`, a value of `learner.activation_checkpointing`. Compiled blocks are selective by
+    themselves.
     """
     options: dict[str, Any] = {"use_reentrant": False}
     if way == "selective":

@@ -1,6 +1,6 @@
-"""What `auto` takes on a card that need not be present, and what each rank's GPU then holds.
+"""What `auto` takes on a card that need not be present, and what each GPU then holds.
 
-Computes rank 0, which holds the servers' copies, and another rank.
+Rank 0 also holds the servers' copies.
 """
 
 from dataclasses import dataclass
@@ -15,8 +15,6 @@ from learner.model.speed import choose, fastest_first
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What one rank will hold, and the tokens of its microbatches."""
-
     estimate: Estimate
     tokens: int
     least: int

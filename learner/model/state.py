@@ -1,9 +1,8 @@
 """Layers that keep a state: convolutions, gated delta rules and state space models, computed document by document.
 
-In a packed row they would go on from one document to the next. `bounded_state.py` gives bounds to kernels that take
-them. Other layers see documents of similar length as sequences of a batch, padded on the right, which no earlier token
-sees: exact on any device, but it waits for the GPU to read bounds. `exactness.py` refuses classes that are not listed
-by name.
+Kernels that take bounds get them (`bounded_state.py`). Other layers see documents of similar length as sequences of a
+batch, padded on the right, which no earlier token sees: exact on any device, but it waits for the GPU to read bounds.
+`exactness.py` refuses classes that are not listed by name.
 """
 
 import logging
@@ -32,8 +31,8 @@ KERNELS = ("fla", "causal_conv1d", "mamba_ssm")
 PADDED = 1.25
 """Longest length of documents computed together, relative to their shortest."""
 META_DOCUMENT = 1024
-"""Tokens of a document whose memory is counted. Some state spaces take more for longer ones, but far less than their
-largest products until about 32,768.
+"""Tokens of a document whose memory is counted. State spaces take more for longer ones, but far less than their largest
+products until about 32,768.
 """
 PROVEN = set[type[nn.Module]]()
 """Classes whose kernels this process has compared."""
@@ -74,7 +73,7 @@ def products(layer: Any) -> int:
     """Multiplications of a token with a layer's state.
 
     A delta rule reads its state [heads, key, value] twice and writes it once; a state space reads and writes [heads,
-    head_dim, state] once; a convolution has only weights.
+    head_dim, state] once.
     """
     if hasattr(layer, "head_k_dim"):
         return int(3 * layer.num_v_heads * layer.head_k_dim * layer.head_v_dim)
@@ -92,8 +91,6 @@ def separate(blocks: Iterable[nn.Module]) -> None:
 
 
 def _by_document(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` for a row [1, tokens, width] of documents."""
-
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # reads the bounds
     def separated(*args: Any, **kwargs: Any) -> Any:
         starts, _, shared, group = bounds.of_row(layer, {})
@@ -144,8 +141,8 @@ def _prove(layer: nn.Module, forward: Callable[..., Any], hidden: Tensor) -> Non
 
 
 def _batches(starts: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield for documents of similar length: places in the row, [documents, longest] int64; numbers of those that are
-    no padding, [tokens].
+    """Documents of similar length: places in the row, [documents, longest] int64; numbers of places that are no
+    padding, [tokens].
     """
     for spans in _similar(list(pairwise(starts.tolist()))):
         first, end = torch.tensor(spans, device=starts.device).T
@@ -155,17 +152,14 @@ def _batches(starts: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _meta_batches(tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """`_batches` of a row on meta, with documents of META_DOCUMENT tokens."""
+    """`_batches` on meta, with documents of META_DOCUMENT tokens."""
     number = tokens // META_DOCUMENT if tokens % META_DOCUMENT == 0 else 1
     places = torch.empty(tokens, dtype=torch.int64, device="meta")
     yield places.view(number, -1), places
 
 
 def _similar(spans: Sequence[Span]) -> list[list[Span]]:
-    """Groups of documents whose longest is at most PADDED times the shortest.
-
-    Example: `_similar([(0, 9), (9, 12), (12, 20)]) == [[(9, 12)], [(12, 20), (0, 9)]]`
-    """
+    """Groups of documents whose longest is at most PADDED times the shortest."""
     groups: list[list[Span]] = []
     for start, end in sorted(spans, key=lambda span: span[1] - span[0]):
         if groups and end - start <= PADDED * (groups[-1][0][1] - groups[-1][0][0]):

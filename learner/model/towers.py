@@ -14,7 +14,7 @@ from learner.model.idle_parts import sees
 
 
 class ImageBlocks(NamedTuple):
-    """Images whose tokens see each other, and what precedes them in their document.
+    """Images whose tokens see each other, and what precedes them.
 
     Example: an image of 4 from the second token of a document that begins at 2: `places` [3, 4, 5, 6] and `keys` [2, 3,
     4, 5, 6] int64, `starts` [0, 4] and `key_starts` [0, 5] int32.
@@ -71,7 +71,7 @@ class TowerParts(NamedTuple):
 
 
 def tower_parts(model: PreTrainedModel) -> TowerParts | None:
-    """The parts that see images; None where images are not trained."""
+    """The parts that see images; None where these are not trained."""
     if not sees(model.config):
         return None
     config: Any = model.config
@@ -87,7 +87,7 @@ def tower_parts(model: PreTrainedModel) -> TowerParts | None:
 
 
 class GridTower:
-    """The tower of a Qwen model, for images of any size at once."""
+    """A Qwen model's tower, for images of any size at once."""
 
     def __init__(self, parts: TowerParts, decoder: Any, config: Any, attention: str) -> None:
         tower = self.tower = parts.tower
@@ -183,7 +183,7 @@ def _embed_patches(self: Any, patches: Tensor) -> Tensor:
 
 
 def _embedded(convolution: Any, patches: Tensor) -> Tensor:
-    """Patches do not overlap, and as a convolution this is slow since torch 2.9."""
+    """As a convolution this is slow since torch 2.9; patches do not overlap."""
     weight: Tensor = convolution.weight
     embedded: Tensor = linear(patches.to(weight.dtype), weight.flatten(1), convolution.bias)
     return embedded

@@ -1,6 +1,6 @@
 """The value head: a linear layer to one number in place of the output embedding.
 
-It begins as zeros, so that values are 0 until the critic has learned.
+It begins as zeros: values are 0 until the critic has learned.
 """
 
 import torch
@@ -22,7 +22,7 @@ class ValueHead(nn.Module):
 
 
 def replace_head(model: PreTrainedModel) -> None:
-    """Make `model`, on meta, a critic: a value head replaces its output embedding."""
+    """Replace the output embedding of `model`, on meta, by a value head."""
     width = model.get_output_embeddings().weight.shape[1]  # type: ignore[no-untyped-call]
     with torch.device("meta"):
         model.set_output_embeddings(ValueHead(width))  # type: ignore[arg-type]

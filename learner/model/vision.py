@@ -28,7 +28,7 @@ def rope_positions(length: int, images: Iterable[tuple[int, Grid]], merge: int) 
     """Rotary positions of a document in time, height and width: [3, length] int64.
 
     `images`: where each begins, and its grid. What follows an image begins after its longer side, as in transformers'
-    `get_rope_index` for still images.
+    `get_rope_index`.
     Example: `rope_positions(7, [(1, (1, 4, 4))], 2)` is [[0, 1, 1, 1, 1, 3, 4], [0, 1, 1, 2, 2, 3, 4], [0, 1, 2, 1, 2,
     3, 4]].
     """

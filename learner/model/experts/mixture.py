@@ -30,7 +30,6 @@ class Experts(NamedTuple):
 
 
 def has_experts(config: Any) -> bool:
-    """Whether a config is of a mixture of experts."""
     return num_experts(config.get_text_config().to_dict()) > 0
 
 
@@ -65,7 +64,7 @@ class Mixture:
     def __init__(self, sizes: Experts) -> None:
         self.sizes = sizes
         self.tally = torch.zeros(0)
-        """Written by the last forward pass with gradient: [layers, experts + FIGURES] float32."""
+        """By the last forward pass with gradient: [layers, experts + FIGURES] float32."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Mixture | None":
@@ -110,7 +109,7 @@ def _counted(microbatch: Microbatch) -> Tensor:
 
 
 def load_metrics(tally: Tensor, sizes: Experts, replayed: bool) -> dict[str, float]:
-    """Means over layers, from a batch's tallies; entropies in nats a token."""
+    """Means over layers from a batch's tallies; entropies in nats a token."""
     loads, (entropies, agreeing, tokens) = tally[:, : sizes.number].double(), tally[:, sizes.number :].double().T
     found = {
         "moe/load_max_over_mean": float((loads.amax(-1) / loads.mean(-1)).mean()),

@@ -35,7 +35,7 @@ def _by_head(x: Tensor) -> Tensor:
 
 
 def _cpu_mask(q: Tensor, k: Tensor, causal: bool) -> tuple[bool, Tensor | None]:
-    """aten's own causal mask aligns the first query with the first key."""
+    """aten's causal mask aligns the first query with the first key."""
     (queries, keys), dtype = (len(q), len(k)), q.dtype
     if not causal or queries == keys:
         return causal, None
@@ -137,4 +137,4 @@ KERNELS = {
     "flash4": Kernel(_flash4_forward, _flash4_backward),
     "plain": Kernel(plain.forward, plain.backward),
 }
-"""`sdpa` takes `plain` where aten's kernel for CPU does not do."""
+"""`sdpa` takes `plain` where aten's CPU kernel does not do."""

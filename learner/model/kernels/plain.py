@@ -15,7 +15,7 @@ PAIRS = 1 << 24
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, at: Sequences) -> Pair:
-    """Output [queries, heads, head_dim], log-sum-exp [heads, queries] in float32 or wider."""
+    """Output, and log-sum-exp in float32 or wider."""
     wide = torch.promote_types(q.dtype, torch.float32)
     out, lse = q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty((q.shape[1], q.shape[0]), dtype=wide)
     for rows, seen, hidden in _tiles(q, at):
@@ -27,7 +27,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, at: Sequences) -> Pair:
 
 
 def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, at: Sequences) -> Triple:
-    """Gradients of query, key and value, in their dtypes."""
+    """Gradients of query, key and value."""
     wide = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = q.new_empty(q.shape), k.new_zeros(k.shape, dtype=wide), v.new_zeros(v.shape, dtype=wide)
     rowsum = (grad.to(wide) * out.to(wide)).sum(-1).T

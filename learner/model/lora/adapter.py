@@ -1,7 +1,6 @@
 """LoRA (arXiv 2106.09685): `W x + scale B A x` in linear layers of the text model's blocks, W frozen.
 
-A layer keeps its class's arithmetic and its weight's name: sharding, recomputation and compilation see an ordinary
-model.
+Layers keep their arithmetic and names: sharding, recomputation and compilation see an ordinary model.
 """
 
 import hashlib
@@ -34,7 +33,7 @@ class Adapted(nn.Linear):
 
 
 class Factor(NamedTuple):
-    """A weight on the wire: a matrix of an adapter, or any without one."""
+    """A weight on the wire: an adapter's matrix, or any without an adapter."""
 
     name: str
     """As `model.layers.0.self_attn.q_proj.lora_A.weight`."""

@@ -1,4 +1,4 @@
-"""The model beneath an adapter, as reference of the KL term and for checkpoints. Both are collectives."""
+"""The model beneath an adapter, as reference of the KL term and for checkpoints. Its functions are collectives."""
 
 import hashlib
 
