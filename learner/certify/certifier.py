@@ -1,4 +1,4 @@
-"""Makes a certificate: shrinks a model, trains and pushes the copy, compares. Reads no weights."""
+"""Makes a certificate with a small copy of a model. Reads no weights."""
 
 import copy
 import hashlib
@@ -130,7 +130,6 @@ def described(folder: Path) -> str:
 def examine(
     model: ModelConfig, share: bool, mesh: DeviceMesh, pair: Pair, folder: Path, splits: bool = False
 ) -> list[Check]:
-    """Compare the copy in every way."""
     config, reference = loading.read_config(model), read_reference(model)
     try:
         policy = Policy(model, OPTIONS.model_copy(update={"share_prompts": share}), mesh)
@@ -178,7 +177,7 @@ def compare_ranks(what: str, model: ModelConfig, reference: PreTrainedModel, cas
 
 
 def compare_split(model: ModelConfig, reference: PreTrainedModel, case: Case, pair: Pair) -> Sequence[Check]:
-    """Compare what two ranks compute of a shared row, each of half of its tokens."""
+    """Compare what two ranks compute of a row that they share."""
     row, ends = case.row, case.row.cu_seqlens[1:-1].tolist()
     pieces = np.split(row.tokens.numpy(), ends)
     scored = [int(each.sum()) for each in np.split(row.sampled.numpy(), ends)]

@@ -29,7 +29,7 @@ LEAST = 100 * LIMIT
 def compare_copies(
     policy: Policy, reference: PreTrainedModel, model: ModelConfig, case: Case, folder: Path
 ) -> list[Check]:
-    """Change the policy's weights, and compare what a server and a reader of the export compute."""
+    """Change the policy's weights, and compare a server and a reader of the export."""
     change(policy)
     with torch.no_grad():
         ours = policy.score(policy.place(case.row), 1.0)[case.row.scored]

@@ -1,4 +1,4 @@
-"""Compares a policy's log-probabilities and gradients with transformers' eager model, document by document."""
+"""Compares a policy with transformers' eager model, document by document."""
 
 from collections.abc import Callable, Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""Two ranks that shard a model for the certificate: each computes half of the documents, both the gradient.
+"""Two ranks that shard a model: each computes half of the documents, both the gradient.
 
 An error of one rank ends both; the next question starts two others.
 """
@@ -128,7 +128,7 @@ def serve(connection: Connection, rank: int, store: str, prepare: Callable[[], N
     prepare()
     gloo_here()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    torch.set_num_threads(1)  # a forked process must not use its parent's pool of threads
+    torch.set_num_threads(1)  # a fork must not use its parent's threads
     limit = timedelta(seconds=LIMIT_S / 2)
     try:
         dist.init_process_group("gloo", store=FileStore(store, RANKS), rank=rank, world_size=RANKS, timeout=limit)

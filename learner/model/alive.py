@@ -77,7 +77,7 @@ def _workspace(q: Tensor, k: Tensor, v: Tensor) -> int:
 
 
 def lines(short: Sequence[int], long: Sequence[int], tokens: int) -> list[Line]:
-    """Levels with `tokens` and twice as many, as lines that are highest somewhere."""
+    """Levels with `tokens` and twice as many, as lines; only those that are highest somewhere."""
     if len(short) != len(long):  # some code loops over tokens
         short, long = [max(short)], [max(long)]
     slopes = ((b - a) / tokens for a, b in zip(short, long, strict=True))

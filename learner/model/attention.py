@@ -129,7 +129,7 @@ def most_copied(config: PreTrainedConfig) -> float:
 
 
 def why_unshared(config: PreTrainedConfig, name: str, device: torch.device, kept: Sequence[str] = ()) -> str | None:
-    """Why attention `name` cannot share prompts of this model, if so."""
+    """Why attention `name` cannot share prompts of this model; None if it can."""
     text = config.get_text_config()
     if config.model_type in MUTUAL and sees(config):
         return "the tokens of an image see each other, and only causal attention can share a prompt"
@@ -184,7 +184,7 @@ def _key_room(config: Any, width: int, layers: int) -> float:
 
 
 def adapt(name: str) -> Attention:
-    """One call of the kernel `name` where no prompt is shared."""
+    """The kernel `name` for transformers: one call where no prompt is shared."""
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
@@ -258,7 +258,7 @@ def _check_arguments(module: nn.Module, given: Mapping[str, Any]) -> None:
 def sdpa(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, causal: bool, scale: float, window: int | None
 ) -> Tensor:
-    """torch's SDPA on [documents, longest], padded on the right, which no token sees causally."""
+    """torch's SDPA on [documents, longest], padded on the right: causally, no real token sees the padding."""
     position = torch.arange(longest, device=q.device)
     lengths = cu_seqlens.diff()
     real = position < lengths[:, None]

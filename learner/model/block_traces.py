@@ -23,7 +23,7 @@ class BlockTrace:
     kept: int
     """Bytes per token, from forward to backward pass."""
     moments: tuple[Line, ...]
-    """Its peaks; its own gradients are in the fixed part."""
+    """Peaks of the block, whose gradients are in the fixed part."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ Function = Callable[..., Any]
 
 
 def namespace(layer: nn.Module) -> dict[str, Any]:
-    """transformers looks up the layer's functions there at each call."""
+    """The module where transformers looks up the layer's functions at each call."""
     return vars(sys.modules[type(layer).__module__])
 
 

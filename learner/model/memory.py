@@ -317,7 +317,7 @@ class _Rank:
 
     @property
     def reduced(self) -> int:
-        """Bytes of a gradient's fp32 copy, which lives until the reduced share exists."""
+        """Bytes for each gradient while it is reduced: a copy in fp32, and its source or the reduced share."""
         return max(self.width, 4) if self.once else 4 + max(self.width, 4 // self.shards)
 
 
@@ -361,7 +361,7 @@ def _in_block(
     casts, per_token = rank.size.casts if rank.learner.matmul == "fp8" else (0, 0)
     if casts:
         fixed, grown = fixed | {"casts to FP8": casts}, grown | {"casts to FP8": -(-per_token // parallel)}
-    # the previous block's gradients are held in fp32 until this block's are reduced
+    # gradients of the pass's previous block are held in fp32 until this block's are reduced
     reduced = 4 * sizes[number + 1].trained if last and number + 1 < len(sizes) else 0
     found = []
     for line in block.moments:
@@ -568,7 +568,7 @@ def _tower_trace(empty: PreTrainedModel, model: ModelConfig) -> tuple[Traced | N
     block = parts.blocks[0]
     traced = _trace(empty, lambda: sight.tower.compute_block(block, hidden.requires_grad_(trained), _meta_places()))
     ends = sum(_trace(empty, partial(sight.tower.project, projector, hidden))[0] for projector in parts.projectors)
-    ends += trained * dtype.itemsize * parts.embedding.weight[0].numel()  # the patches themselves
+    ends += trained * dtype.itemsize * parts.embedding.weight[0].numel()  # type: ignore[operator, union-attr, index]  # the patches themselves
     n = len(parts.blocks)
     everything, matmuls, inputs = (n * size for size in traced[:3])
     return Traced(everything, matmuls, inputs, n, dtype.itemsize * config.hidden_size, traced[3]), trained, ends

@@ -76,8 +76,8 @@ class RowSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One packed row of [tokens]. With `targets`, all but `tokens` and `positions` have further entries for tokens that
-    several samples train.
+    """One packed row; per-token tensors are [tokens]. With `targets`, all but `tokens` and `positions` have further
+    entries for tokens that several samples train.
 
     Example: documents of 2 and 3 tokens have `cu_seqlens` [0, 2, 5], `max_seqlen` 3, `positions` [0, 1, 0, 1, 2].
     """

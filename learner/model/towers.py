@@ -71,7 +71,7 @@ class TowerParts(NamedTuple):
 
 
 def tower_parts(model: PreTrainedModel) -> TowerParts | None:
-    """The parts that see images; None where these are not trained."""
+    """The parts that see images; None where images are not trained."""
     if not sees(model.config):
         return None
     config: Any = model.config
