@@ -53,7 +53,7 @@ def trace_model(empty: PreTrainedModel, decode: Callable[[int], Tensor]) -> Mode
 
 
 def trace_compiled(empty: PreTrainedModel, decode: Callable[[int], Tensor], recomputed: bool) -> ModelTrace:
-    """`recomputed`: only a block's input is kept."""
+    """`trace_model` for compiled blocks. `recomputed`: only a block's input is kept."""
     every, traced = blocks(empty), dict[Any, BlockTrace]()
     ends = _Run.of(empty, decode, None)
     for number, block in enumerate(every):
@@ -98,7 +98,7 @@ def _flow(empty: PreTrainedModel, decode: Callable[[int], Tensor], number: int) 
 
 
 def _kind(block: nn.Module) -> Any:
-    """Classes of layers tell a convolution from attention."""
+    """Classes of layers distinguish convolutions from attention."""
     layers = tuple(type(layer).__name__ for layer in block.modules())
     return layers, tuple((tuple(p.shape), p.requires_grad) for p in block.parameters())
 

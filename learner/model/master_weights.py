@@ -153,8 +153,9 @@ def _like(parameter: nn.Parameter, rows: Tensor) -> Tensor:
 
 
 def keep_wide_gradients(root: FSDPModule, parameters: Iterable[nn.Parameter]) -> None:
-    """Have gradients of narrower `parameters` add up in fp32; FSDP2 notes their parameters' dtype when it is
-    initialised.
+    """Have gradients of narrower `parameters` add up in fp32.
+
+    FSDP2 gives gradients their parameters' dtype, noted when it is initialised.
     """
     root._get_fsdp_state()._lazy_init()
     for module in root.modules():  # type: ignore[attr-defined]

@@ -241,7 +241,7 @@ class Policy(nn.Module):
 
     @property
     def counts(self) -> bool:
-        """Of ranks that share a row, only the first counts it."""
+        """Only the first of the ranks that share a row counts it."""
         return self.context_group is None or context.size_and_rank(self.context_group)[1] == 0
 
     @property

@@ -57,7 +57,7 @@ def kinds(model: nn.Module) -> list[str]:
 
 
 def report(model: nn.Module, device: torch.device) -> None:
-    """Warn where a GPU computes such layers without its kernels."""
+    """Warn where a GPU computes such layers without kernels for them."""
     if device.type == "cuda" and (why := slow_because(layers_of(model))):
         log.warning(
             "layers that keep a state take transformers' torch functions, several times slower than kernels: %s", why

@@ -64,7 +64,7 @@ class Mixture:
     def __init__(self, sizes: Experts) -> None:
         self.sizes = sizes
         self.tally = torch.zeros(0)
-        """By the last forward pass with gradient: [layers, experts + FIGURES] float32."""
+        """Written by the last forward pass with gradient: [layers, experts + FIGURES] float32."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Mixture | None":
