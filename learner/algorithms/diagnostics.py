@@ -110,7 +110,6 @@ def _largest(values: Tensor) -> Tensor:
 
 
 def is_max(key: str) -> bool:
-    """Whether a key combines by maximum."""
     return key.endswith("_max")
 
 

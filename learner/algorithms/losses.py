@@ -175,7 +175,6 @@ def needs_first_pass(config: AlgorithmConfig) -> bool:
 
 
 def needs_reference(config: AlgorithmConfig) -> bool:
-    """Whether the loss needs the frozen initial model."""
     return config.reference_kl > 0
 
 

@@ -33,7 +33,6 @@ def loss_of(config: AlgorithmConfig) -> Loss:
 
 
 def advantage_of(config: AlgorithmConfig) -> Advantage:
-    """The function that `algorithm.advantage` names."""
     if config.advantage in ADVANTAGES:
         return ADVANTAGES[config.advantage]
     return OwnAdvantage(config.advantage, load_function("algorithm.advantage", config.advantage))

@@ -31,7 +31,6 @@ def kl_sums(kl: Mapping[str, tuple[float, int]], names: Iterable[str]) -> dict[s
 
 
 def kl_metrics(sums: Mapping[str, float], names: Collection[str], sampled: float) -> dict[str, float]:
-    """Metrics from sums of the whole batch."""
     if not names:
         return {}
     tokens = {name: sums[_key(name, "tokens")] for name in names}

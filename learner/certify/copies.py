@@ -57,7 +57,6 @@ def compare_copies(
 
 @torch.no_grad()
 def change(policy: Policy) -> None:
-    """Change every trained weight, like a huge optimizer step."""
     draw = torch.Generator().manual_seed(2)
     for name, parameter in policy.model.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter

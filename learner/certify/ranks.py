@@ -41,8 +41,6 @@ OPTIONS = LearnerConfig(
 
 
 class ComparedText(NamedTuple):
-    """One text of a rank's row."""
-
     tokens: np.ndarray
     weights: np.ndarray
     seen: Sequence[SeenImage] = ()

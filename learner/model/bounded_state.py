@@ -92,7 +92,6 @@ def replaced(layer: nn.Module, functions: Mapping[str, Function]) -> Iterator[No
 
 
 def in_torch(layer: nn.Module) -> dict[str, Function]:
-    """transformers' own torch functions."""
     return {name: torch_function for name, (torch_function, _) in chosen(namespace(layer)).items()}
 
 

@@ -22,8 +22,6 @@ from learner.model.towers import tower_parts
 
 @dataclass(frozen=True)
 class TowerCosts:
-    """FLOPs of a tower's passes."""
-
     per_patch: float
     per_pair: float
     """Attention, per squared patch of an image."""

@@ -56,7 +56,6 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
 
 
 def build_on_meta(model: ModelConfig, attention: str) -> PreTrainedModel:
-    """Build the model in fp32, without storage."""
     return build(read_config(model), attention, torch.device("meta"), model.trust_remote_code)
 
 

@@ -64,7 +64,7 @@ def _begins(sizes: Sequence[int]) -> list[int]:
 
 
 def host_memory(numbers: int, device: torch.device) -> Tensor:
-    """`[numbers] float32` zeros, locked so that copies do not wait.
+    """`[numbers] float32` zeros, locked so that copies do not wait. Raises RuntimeError if locking fails.
 
     CUDA refuses copies across two locked pieces, so one call locks all. torch's own pinned memory takes up to twice as
     much.

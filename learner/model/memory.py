@@ -285,7 +285,6 @@ class _Rank:
     shards: int
     reference: bool
     alone: bool
-    """A batch is one microbatch."""
 
     @property
     def once(self) -> bool:

@@ -47,7 +47,6 @@ class PrefixSharing:
         return self.prompts or self.key_room is not None
 
     def tell(self, learner: LearnerConfig) -> None:
-        """Log what is not shared, and why."""
         if learner.share_prompts and self.key_room is None and self.unshared:
             log.warning("learner.share_prompts: off, every sample's prompt is computed: %s", self.unshared)
         elif learner.share_prompts is True and self.no_trees:

@@ -18,7 +18,6 @@ IMPLEMENTATION = "grouped_mm"
 
 
 TAKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "experts_per_token", "num_experts_per_token")
-"""Keys that count a token's experts."""
 
 
 class Experts(NamedTuple):

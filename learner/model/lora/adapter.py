@@ -88,7 +88,6 @@ def initial(parameter: str, shape: torch.Size, seed: int) -> Tensor:
 
 @contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
-    """Within it, `model` is its base."""
     layers = [module for module in model.modules() if isinstance(module, Adapted)]
     for layer in layers:
         layer.on = False
