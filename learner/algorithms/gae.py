@@ -1,12 +1,10 @@
-"""Generalised advantage estimation over turns (GAE, arXiv:1506.02438), and the critic's loss.
+"""Generalised advantage estimation over turns (GAE, arXiv:1506.02438; docs/critic.md), and the critic's loss.
 
-Gamma and lambda discount turns, never the tokens of one. With V(s) the critic's value, s_k the state in which turn k
-begins and r_k its reward, the return of turn k is
+With V(s) the critic's value, s_k the state in which turn k begins and r_k its reward, the return of turn k is
 
     G_k = r_k + gamma ((1 - lambda) V(s_(k+1)) + lambda G_(k+1))
 
-and a token's advantage is G_k - V(state before the token). The last turn has G = r, or r + V(state after its last
-token) if the sample is truncated.
+The last turn has G = r, or r + V(state after its last token) if the sample is truncated.
 """
 
 import math

@@ -1,6 +1,6 @@
 """Layers with a state whose kernels know the bounds of documents: a packed row is one call.
 
-State space models have no such kernel. No CPU runs these kernels, so `check` compares the first row on a GPU.
+No CPU runs these kernels, so `check` compares the first row on a GPU.
 """
 
 import importlib

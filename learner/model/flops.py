@@ -2,8 +2,7 @@
 
     FLOPs = 6 (B t + V s) + 6 L a q      MFU = FLOPs / (seconds x GPUs x peak)
 
-docs/design/learner.md explains the letters. 6 = 2 forward and 4 backward; 4 for a frozen matrix. A tower adds c p + d
-p² for each image of p patches.
+docs/design/learner.md explains the letters. A tower adds c p + d p² for each image of p patches.
 """
 
 from collections.abc import Callable, Iterable

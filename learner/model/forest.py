@@ -1,8 +1,7 @@
-"""A row of texts that share prefixes, each computed once.
+"""A row of texts that share prefixes, each computed once (docs/design/learner.md).
 
-Each text lays the tokens that the previous text lacks, and sees copies of the keys of its first tokens. Several texts
-may train one token: per-token tensors have further entries behind the row's, and the head computes each token once
-(`Targets`).
+Several texts may train one token: per-token tensors have further entries behind the row's, and the head computes each
+token once (`Targets`).
 """
 
 from collections.abc import Sequence

@@ -1,8 +1,8 @@
 """Layers that keep a state: convolutions, gated delta rules and state space models, computed document by document.
 
-Kernels that take bounds get them (`bounded_state.py`). Other layers see documents of similar length as sequences of a
-batch, padded on the right, which no earlier token sees: exact on any device, but it waits for the GPU to read bounds.
-`exactness.py` refuses classes that are not listed by name.
+Where no kernel takes bounds (`bounded_state.py`), documents of similar length are the sequences of a batch, padded on
+the right, which no earlier token sees; this waits for the GPU to read bounds. `exactness.py` refuses classes that are
+not listed by name.
 """
 
 import logging

@@ -1,7 +1,7 @@
-"""The policy's divergence from a teacher's k most probable tokens, and its gradient at the logits.
+"""The policy's divergence from a teacher's k most probable tokens, and its gradient at the logits (docs/teachers.md).
 
 With p of the policy, q of the teacher and t all other tokens as one: D = sum p log(p/q) + p_t log(p_t/q_t), the reverse
-KL over k + 1 outcomes (MiniLLM, arXiv:2306.08543; verl's `forward_kl_topk_tail`).
+KL over k + 1 outcomes (MiniLLM, arXiv:2306.08543).
 """
 
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from typing import NamedTuple
 from torch import Tensor, cat, where
 
 LEAST_TAIL = 1e-6
-"""Least p_t and q_t inside logarithms: 1 - sum is rounded in float32."""
+"""Least p_t and q_t in logarithms: 1 - sum is rounded."""
 
 
 @dataclass(frozen=True)
