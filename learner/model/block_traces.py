@@ -192,7 +192,7 @@ class _Loss(torch.autograd.Function):
 
 @contextmanager
 def _alone(empty: PreTrainedModel, number: int | None) -> Iterator[None]:
-    """All other blocks return their input; their other arguments live as long as the passes."""
+    """Other blocks return their input; their other arguments live as long as the passes."""
     given: list[Any] = []
     others = [block for index, block in enumerate(blocks(empty)) if index != number]
     recomputed = [getattr(block, "gradient_checkpointing", False) for block in others]

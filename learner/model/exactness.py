@@ -243,9 +243,7 @@ def _shared(row: Microbatch) -> Iterator[tuple[str, Microbatch]]:
 
 
 def forks_of(documents: Sequence[np.ndarray]) -> list[tuple[np.ndarray, int]]:
-    """Texts, and tokens shared with the previous one: forks beyond any window and in the first document, a prefix, a
-    text alone.
-    """
+    """Texts, each with its number of tokens shared with the previous one."""
     first, long, other, last = documents
     whole = np.concatenate([first, long, other])
     fork = len(first) + len(long) - 2

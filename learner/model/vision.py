@@ -29,8 +29,6 @@ def rope_positions(length: int, images: Iterable[tuple[int, Grid]], merge: int) 
 
     `images`: where each begins, and its grid. What follows an image begins after its longer side, as in transformers'
     `get_rope_index`.
-    Example: `rope_positions(7, [(1, (1, 4, 4))], 2)` is [[0, 1, 1, 1, 1, 3, 4], [0, 1, 1, 2, 2, 3, 4], [0, 1, 2, 1, 2,
-    3, 4]].
     """
     out = np.empty((3, length), np.int64)
     end = now = 0
