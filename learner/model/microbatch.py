@@ -114,7 +114,7 @@ class Microbatch:
     teacher: Tensor | None = None
     """float32 log-probability, 0 without a teacher."""
     teacher_ids: Tensor | None = None
-    """int64 [trainable tokens, k], 0 without a teacher."""
+    """int64 [trainable tokens, k]: most probable tokens, 0 without a teacher."""
     teacher_top: Tensor | None = None
     """float32 [trainable tokens, k]"""
     targets: Targets | None = None
