@@ -16,7 +16,7 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 def write(weights: Mapping[str, Tensor], model: ModelConfig, folder: Path) -> None:
-    """Write the adapter `weights`, named as on the wire and not scaled, into `folder`."""
+    """Write `weights`, named as on the wire and not scaled."""
     lora = model.lora
     assert lora is not None
     folder.mkdir(parents=True)

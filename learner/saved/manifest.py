@@ -1,5 +1,4 @@
-"""What makes a folder a checkpoint: a manifest of all its files with sizes and checksums, written last. Which ones a
-run keeps."""
+"""The manifest that makes a folder a checkpoint: all its files with sizes and checksums, written last."""
 
 import json
 import os
@@ -24,7 +23,7 @@ from configs.schema import LearnerConfig, ModelConfig
 from configs.variables import open_private
 
 SUM_NOTE = ".crc32c-note"
-"""Suffix of the file in which a rank notes its shard's CRC32C."""
+"""Suffix of the file with a shard's CRC32C."""
 
 
 class AdapterOf(BaseModel):
@@ -69,8 +68,7 @@ def reward_of(checkpoint: Path) -> float | None:
 
 
 def adapter_of(checkpoint: Path) -> AdapterOf | None:
-    """What the adapter in a complete checkpoint was trained beside; None: it has whole weights. Raises OSError or
-    ValueError."""
+    """What a checkpoint's adapter was trained beside; None for whole weights. Raises OSError or ValueError."""
     try:
         found = manifest_of(checkpoint).get("adapter")
         return AdapterOf.model_validate(found) if found else None
@@ -83,7 +81,7 @@ def adapter_of(checkpoint: Path) -> AdapterOf | None:
 
 
 def position_of(checkpoint: Path) -> DataPosition | None:
-    """How far the demonstrations were read, if any were."""
+    """How far the demonstrations were read, if any."""
     found = manifest_of(checkpoint).get("position")
     return DataPosition.model_validate(found) if found else None
 
@@ -94,7 +92,7 @@ def seal(
     adapter: AdapterOf | None = None,
     position: DataPosition | None = None,
 ) -> None:
-    """Give `v000100.tmp` its manifest and its name: from now on it is a checkpoint, even after a power cut."""
+    """Give `v000100.tmp` its manifest and its name, safe from a power cut."""
     sums = _sums_of_shards(partial)
     files = sorted(path for path in partial.rglob("*") if path.is_file() and path.name != MANIFEST)
     names = {str(path.relative_to(partial)): path for path in files}
@@ -128,7 +126,7 @@ def _sums_of_shards(partial: Path) -> dict[str, int]:
 
 
 def recover(folder: Path) -> None:
-    """Finish what a kill in the middle of `seal` left, and remove unfinished checkpoints."""
+    """Finish an interrupted `seal`, and remove unfinished checkpoints."""
     for old in folder.glob(f"v*{REPLACED}"):
         final, partial = old.with_suffix(""), old.with_suffix(".tmp")
         if not final.exists() and fault(partial) is None:
@@ -142,7 +140,7 @@ def recover(folder: Path) -> None:
 
 
 def set_aside(checkpoint: Path) -> Path:
-    """Rename a damaged checkpoint, so that it is none any more."""
+    """Rename a damaged checkpoint."""
     aside = checkpoint.with_suffix(DAMAGED)
     shutil.rmtree(aside, ignore_errors=True)
     return checkpoint.rename(aside)
@@ -157,6 +155,6 @@ def _fsync(path: Path) -> None:
 
 
 def discard(checkpoint: Path) -> None:
-    """Remove a checkpoint, the manifest first, so that it never seems complete."""
+    """Remove a checkpoint, its manifest first: it never seems complete."""
     (checkpoint / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(checkpoint)

@@ -1,8 +1,7 @@
-"""Writes and reads a checkpoint's shards by torch.distributed.checkpoint, with checksums and without running code.
+"""Writes and reads a checkpoint's shards with checksums and without running code.
 
-`Writer` notes the CRC32C of a shard as it writes it: nobody has to read a shard again. torch unpickles `.metadata` and
-whatever in a state is no tensor: a file made for it could run any program. `Reader` and `Planner` take only what torch
-writes for a learner's state.
+torch would unpickle `.metadata` and values that are no tensors, and a file could run any program. `Reader` and
+`Planner` take only what torch writes for a learner's state.
 """
 
 import io
@@ -48,7 +47,7 @@ UNREADABLE = (
 
 
 class SummedStream:
-    """A file that is written from beginning to end, and its CRC32C."""
+    """A stream, written in order, and its CRC32C."""
 
     def __init__(self, stream: io.IOBase) -> None:
         self._stream, self.crc = stream, 0
@@ -64,7 +63,7 @@ class SummedStream:
 
 
 class SummedFiles(FileSystem):
-    """The file system, with a note of its CRC32C beside each shard that was written."""
+    """Notes the CRC32C of each shard beside it."""
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
@@ -86,7 +85,7 @@ class Writer(_FileSystemWriter):
 
 
 class Uncopied(AsyncStager):
-    """Has the writer read a state where it lies: it is too large to copy, and nobody changes it meanwhile."""
+    """Copies no state: it is too large, and nobody changes it meanwhile."""
 
     _synchronize_after_execute = False
 
@@ -103,7 +102,7 @@ class RefusedClass(pickle.UnpicklingError):
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Loads objects of CLASSES and plain values. Raises RefusedClass for all else."""
+    """Loads objects of CLASSES and plain values. Raises RefusedClass."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in CLASSES:
@@ -138,7 +137,7 @@ class Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         try:
             torch.load(value, weights_only=True)
-        except pickle.UnpicklingError as error:  # torch's text is long, and names it in the middle
+        except pickle.UnpicklingError as error:  # torch's text is long
             named = re.search(r"GLOBAL ([\w.]+)", str(error))
             raise RefusedClass(named[1] if named else "something that torch does not name") from None
         value.seek(0)
@@ -155,7 +154,7 @@ def read_index(folder: Path) -> Metadata:
 
 
 def refusal(folder: Path) -> str | None:
-    """Why the index of the shards in `folder` is refused, if it is."""
+    """Why the index is refused, if it is."""
     try:
         read_index(folder)
     except RefusedClass as error:
@@ -166,13 +165,13 @@ def refusal(folder: Path) -> str | None:
 
 
 def refused_value(folder: Path, error: CheckpointException) -> str | None:
-    """Why a shard was refused, if that ended the loading."""
+    """Why a shard was refused, if one was."""
     found = next((one for one, _ in error.failures.values() if isinstance(one, RefusedClass)), None)
     return _refused(folder, found) if found else None
 
 
 def of_another_model(folder: Path, error: CheckpointException) -> str | None:
-    """Why the shards do not fit the model, if that ended the loading."""
+    """Why the shards do not fit the model, if they do not."""
     for one, _ in error.failures.values():
         if found := UNFIT.search(str(one)):
             lacks = f"has no {found[1]}" if found[1] else f"holds {found[2]} in another shape"

@@ -1,7 +1,5 @@
-"""The demonstrations of a run in tokens, all of them on every rank, and their order.
-
-Each rank converts its share before anything is trained, so a row that cannot be trained ends the run at its start.
-"""
+"""The demonstrations of a run in tokens, all on every rank. Each rank converts its share at the start, where a bad row
+ends the run."""
 
 import hashlib
 import logging
@@ -59,7 +57,7 @@ class Demonstrations:
 
     @property
     def digest(self) -> str:
-        """16 hex digits over what is trained, before it is shuffled."""
+        """16 hex digits over what is trained, before shuffling."""
         found = hashlib.sha256()
         for texts in self.rows:
             for text in texts:
@@ -82,7 +80,7 @@ class Demonstrations:
 
 
 def read_demonstrations(config: Config, key: str, source: Source, reader: AnswerReader) -> Demonstrations:
-    """The rows of `source`. Raises ConfigError, on every rank, if one cannot be trained. A collective."""
+    """The rows of `source`. Raises ConfigError on every rank. A collective."""
     try:
         opened = [
             (part.weight, open_source(part, config.data, key, False, None, demonstrations=True))

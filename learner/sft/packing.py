@@ -1,4 +1,4 @@
-"""Texts become the microbatches of this rank, the same number on all ranks."""
+"""Packs texts into this rank's microbatches, the same number on all ranks."""
 
 from collections.abc import Sequence
 

@@ -1,7 +1,7 @@
-"""Tries `learner.cpu_offload: optimizer` at the start, on the run's GPUs, before a weight of the model is loaded.
+"""Tries `learner.cpu_offload: optimizer` on the run's GPUs before the model is loaded. A collective of a second or two.
 
-Two layers in bfloat16, sharded as the run's model will be, are trained with offloading, in one portion and in many, and
-in fp32 without. If the results are not equal bit for bit, the run is refused. A collective; takes a second or two.
+Trains two layers with offloading, in one portion and in many, and without. Unless the results are equal bit for bit,
+the run is refused.
 """
 
 import gc
@@ -26,13 +26,13 @@ log = logging.getLogger(__name__)
 WIDTH, FACTOR, TOKENS = 512, 4, 16
 STEPS, MICROBATCHES = 3, 2
 SMALL = 1 << 14
-"""Numbers in a small portion, 64 KiB: two layers lie in many of them."""
+"""Numbers in a small portion, 64 KiB."""
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 KEY, REMEDY = "learner.cpu_offload: optimizer", "set it to true or false"
 
 
 def check_offload(learner: LearnerConfig, mesh: DeviceMesh, device: torch.device) -> None:
-    """Raise ConfigError, on all ranks alike, if the run is to offload its optimizer and the trial fails."""
+    """Raise ConfigError on all ranks if the trial is due and fails."""
     if learner.cpu_offload == "optimizer" and device.type == "cuda":
         try_offload(mesh, device)
         gc.collect()
@@ -50,7 +50,7 @@ def try_offload(
     try:
         expected = _trained_plainly(mesh, device, width)
         found = [_trained_apart(mesh, device, width, portion, optimizer) for portion in (PORTION, SMALL)]
-    except (AttributeError, TypeError, RuntimeError) as error:  # what torch has changed, or memory that is not locked
+    except (AttributeError, TypeError, RuntimeError) as error:  # torch has changed, or memory is not locked
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ConfigError([f"{problem} the trial of a step failed ({why}); {REMEDY}"]) from None
     differences = [_difference(one, other) for each in found for one, other in zip(expected, each, strict=True)]

@@ -1,8 +1,8 @@
-"""The process group that weights are broadcast over: a rank of the learner and all workers of some servers.
+"""The process group of a broadcast: a rank of the learner and all workers of some servers
+(docs/design/weights-wire.md).
 
 `connect` and `broadcast` wait at most `timeout_s` and raise ChannelError; `abort`, from another thread, ends them early
-over NCCL. A channel that failed is useless: the next one has a new epoch. Why its kernels cannot deadlock with training
-and generation: docs/design/weights-wire.md.
+over NCCL. After a failure the next channel has a new epoch.
 """
 
 import asyncio
@@ -23,8 +23,8 @@ import torch.distributed as dist
 T = TypeVar("T")
 c10d: Any = dist  # torch exports no types of these classes
 AHEAD = 3
-"""Broadcasts queued beyond the one waited for, between CPUs. Between GPUs all are queued at once, because calls from
-Python contend for the GIL."""
+"""Broadcasts queued beyond the one waited for, on CPUs. GPUs queue all at once: calls from Python contend for the
+GIL."""
 NCCL_SETTINGS = {
     "TORCH_NCCL_BLOCKING_WAIT": "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
@@ -150,7 +150,7 @@ class Channel:
 
 
 class WorkerChannels:
-    """A worker's end of the groups of all ranks of the learner that send.
+    """A worker's groups with all sending ranks of the learner.
 
     One thread issues all broadcasts, in the same order on every worker: NCCL allows no other use of several groups.
     """
@@ -173,7 +173,7 @@ class WorkerChannels:
         return broadcast_in_turn(list(zip(of, buckets, strict=True)), ahead)
 
     def abort(self) -> None:
-        """Over NCCL each in a thread of its own: an abort waits for kernels that may wait for another group."""
+        """Each NCCL abort has its own thread: it waits for kernels that may wait for another group."""
         for channel in self._channels:
             channel.abort()
 
@@ -183,11 +183,10 @@ class WorkerChannels:
 
 
 def broadcast_in_turn(messages: Sequence[tuple[Channel, torch.Tensor]], ahead: int | None = None) -> Iterator[int]:
-    """Send (rank 0) or fill (other ranks) the buckets in `messages`, each over its channel, at most `ahead` beyond the
-    one yielded.
+    """Send (rank 0) or fill (other ranks) buckets, at most `ahead` beyond the one yielded.
 
-    Yields the index of each complete bucket; on a GPU it is complete for what this thread's stream does next, and for
-    everybody at the end. The next call may fill its memory again: with `ahead` 1 two buffers are enough.
+    Yields the index of each complete bucket; on a GPU it is complete for this thread's stream, and for everybody at the
+    end. With `ahead` 1 two buffers are enough.
     """
     if not messages:  # a rank without rows in a plan: workers do not wait for it either
         return

@@ -1,7 +1,7 @@
-"""The plan of the weights wire: which tensor lies at which offset of which bucket. Pure: both ends compute the same.
+"""The plan of the weights wire: which tensor lies where in which bucket. Both ends compute the same.
 
-Tensors keep their order (vLLM loads layer by layer) and are never split. Weights that are never trained come first:
-only a server that has none of this learner's weights gets them.
+Tensors keep their order (vLLM loads layer by layer) and are never split. Weights that are never trained come first and
+are sent once.
 """
 
 import hashlib
@@ -17,7 +17,7 @@ ALIGN = 256
 """A multiple of every dtype's size, of vector loads and of the checksum's words."""
 LORA_A = ".lora_A.weight"
 LORA_B = ".lora_B.weight"
-"""Suffixes of the two tensors of a layer's adapter."""
+"""Suffixes of the tensors of a layer's adapter."""
 
 
 class Spec(NamedTuple):
@@ -39,8 +39,8 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """All slots in order, and the bytes of each bucket. The first `frozen` buckets are never trained. `ranks` send,
-    each its own rows of every tensor that is not named `replicated` (`rows.py`)."""
+    """Slots in order, and the bytes of each bucket. The first `frozen` buckets are never trained. Each of `ranks` sends
+    its rows of every tensor but `replicated` (`rows.py`)."""
 
     slots: tuple[Slot, ...]
     sizes: tuple[int, ...]

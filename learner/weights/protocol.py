@@ -1,14 +1,12 @@
-"""The messages of the weights wire, and its sockets. The learner's rank 0 listens (ROUTER), each rollout server
-connects (DEALER).
+"""Messages and sockets of the weights wire. Learner rank 0 listens (ROUTER), each rollout server connects (DEALER).
 
     server:   Join -> ServerWelcome, and once its workers have allocated room: Join -> Joined
-    learner:  Offer -> Ready, then Go; the weights are broadcast; Checksums -> Received; Probe -> Loaded; or Failed
-              instead of any. Checksums and Probe are sent as soon as they are known
+    learner:  Offer -> Ready, then Go; the weights are broadcast; Checksums -> Received; Probe -> Loaded;
+              or Failed instead of any. Checksums and Probe are sent as soon as they are known
     learner:  Cancel: the round is off.   Rejoin: you are not a member
     server:   Hold, in place of Ready or at any time between rounds; Release ends that
 
-Round numbers grow, across restarts of the learner too. A message about another round is stale and counts as a heartbeat
-only.
+Round numbers grow, also across restarts of the learner. A message about another round is only a heartbeat.
 """
 
 from typing import Annotated
@@ -41,17 +39,17 @@ from buffer.wire.message import (
 
 PROTOCOL = 7
 BEATS = 5
-"""Missed heartbeats after which a peer is taken for dead."""
+"""Missed heartbeats after which a peer counts as dead."""
 MAX_BYTES = 64 << 20
 """A ServerWelcome with 10^5 tensors stays below."""
 FROM_SERVERS = {zmq.MAXMSGSIZE: 1 << 16, zmq.RCVHWM: 64, zmq.SNDHWM: 256}
-"""One server may have the learner hold only short messages, and few of them."""
+"""Bounds the memory that a server can take from the learner."""
 
 # from a server
 
 
 class Join(Message):
-    """Admit this server. `session` and `version`: the weights it runs, which are not sent again."""
+    """Admit this server. `session` and `version`: the weights it runs."""
 
     name: Name
     protocol: Count
@@ -79,7 +77,7 @@ class Release(Message): ...
 
 
 class Received(Message):
-    """All buckets have arrived, and their checksums agree with the learner's."""
+    """All buckets have arrived with the learner's checksums."""
 
     round: Count
     span_s: Seconds
@@ -148,7 +146,7 @@ class Checksums(Message):
 
 
 class ProbeImage(Message):
-    """A picture that both ends draw (`probe.draw`), at the tokens from `start` on."""
+    """A picture that both ends draw (`probe.draw`)."""
 
     start: Count
     height: Count
@@ -157,8 +155,8 @@ class ProbeImage(Message):
 
 
 class Probe(Message):
-    """Fixed tokens and the learner's log-probabilities at temperature 1, of all but the first token, or of those behind
-    the `image`."""
+    """Fixed tokens, and the learner's log-probabilities at temperature 1 of all but the first, or of those behind the
+    `image`."""
 
     round: Count = 0
     tokens: Many[Count]
@@ -168,8 +166,7 @@ class Probe(Message):
 
 
 class RankAssignment(Message):
-    """Worker w is rank `offset + w` of `world`; rank 0 sends. Each rank of the learner below `roots` has such a
-    group."""
+    """Worker w is rank `offset + w` of `world`; rank 0 sends. Each learner rank below `roots` has such a group."""
 
     roots: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
     epoch: Count
@@ -180,7 +177,7 @@ class RankAssignment(Message):
 
 
 class Go(Message):
-    """Receive. `source` is the group to enter, or the folder with files to read."""
+    """Receive. `source`: the group to enter, or the folder to read."""
 
     round: Count
     session: Name
@@ -201,7 +198,7 @@ class Rejoin(Message):
 
 
 class JoinRefused(Message):
-    """Final: the server exits with `reason`, which is one line for people."""
+    """Final: the server exits with `reason`."""
 
     reason: Text
 
@@ -213,7 +210,7 @@ class KeepAlive(Message): ...
 
 
 class Staged(Message):
-    """From a worker to its front process: it has received `round`, or `reason` says why not."""
+    """From a worker to its front process: `round` is received, or `reason` says why not."""
 
     round: Count
     checksums: Many[Checksum] = Field(default_factory=list)
@@ -226,7 +223,7 @@ class Staged(Message):
 
 
 class SendRows(Message):
-    """From rank 0: send your rows of `version` in the group of `source`."""
+    """From rank 0: send your rows of `version` in `source`."""
 
     number: Count
     version: Count
@@ -242,14 +239,14 @@ class GiveUp(Message):
 
 
 class RowsBegun(Message):
-    """From another rank: it has the order. A round that fails without this is no server's fault."""
+    """A rank has the order. A round that fails before is no server's fault."""
 
     rank: Count
     number: Count
 
 
 class RowsSent(Message):
-    """From another rank. `refused`: it does not hold the version."""
+    """`refused`: the rank does not hold the version."""
 
     rank: Count
     number: Count
@@ -258,7 +255,7 @@ class RowsSent(Message):
 
 
 class RowSums(Message):
-    """From another rank: the sums of its rows (`buckets.add_up`)."""
+    """The sums of a rank's rows (`buckets.add_up`)."""
 
     rank: Count
     version: Count
@@ -289,14 +286,14 @@ def pack(message: Message) -> bytes:
 
 
 def unpack(data: bytes, kinds: dict[str, type[Message]]) -> Message:
-    """Undo `pack`. Raises ValueError for what is not a message of `kinds`."""
+    """Undo `pack`. Raises ValueError."""
     return validate(open_map(data), kinds)
 
 
 def router(
     context: zmq.asyncio.Context, host: str, keys: ServerKeys
 ) -> tuple[zmq.asyncio.Socket, ThreadAuthenticator, str]:
-    """Bind the learner's socket to a free port of `host`; returns socket, authenticator and address."""
+    """Bind the learner's socket to a free port of `host`; also returns its address."""
     socket = context.socket(zmq.ROUTER)
     _limit(socket)
     for option, value in FROM_SERVERS.items():
@@ -313,7 +310,7 @@ def router(
 
 
 def dealer(context: zmq.asyncio.Context, address: str, keys: ClientKeys) -> zmq.asyncio.Socket:
-    """A server's socket, which sends only to a learner with the run's key."""
+    """A server's socket, for a learner with the run's key."""
     socket = context.socket(zmq.DEALER)
     _limit(socket)
     identify(socket, keys, address)

@@ -1,9 +1,8 @@
-"""Which bytes of which bucket each rank of the learner sends, where each publishes the rows that it owns.
+"""Which bytes of each bucket a rank of the learner sends, where ranks publish the rows that they own.
 
-FSDP2 shards a tensor over its first dimension: of n ranks each has ceil(rows / n) rows, the last ones fewer or none. So
-a rank has one range of bytes of a tensor, and its ranges of a bucket are one message, its share. The ranks' sums give a
-bucket's checksum because a range has the same offset modulo `buckets.ROW` in its share as in its bucket, no row of the
-share has bytes of two ranges, and the padding is zero at both ends.
+FSDP2 shards the first dimension: each of n ranks has ceil(rows / n) rows, the last ones fewer or none. A rank's ranges
+of a bucket are one message, its share. The ranks' sums add up to a bucket's checksum because a range has the same
+offset modulo `buckets.ROW` in share and bucket, no row of a share has bytes of two ranges, and the padding is zero.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -20,7 +19,7 @@ from learner.weights.plan import Plan, Slot
 
 
 class RowRange(NamedTuple):
-    """A rank's rows of the tensor `name`: `size` bytes, at `offset` of its share and at `target` of the bucket."""
+    """A rank's rows of tensor `name`: `size` bytes at `offset` of its share and `target` of the bucket."""
 
     name: str
     offset: int
@@ -29,7 +28,7 @@ class RowRange(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What `rank` sends of bucket `bucket`: one message of `size` bytes, whole rows of the checksum."""
+    """One message: what `rank` sends of `bucket`, in whole rows of the checksum."""
 
     bucket: int
     rank: int
@@ -57,7 +56,7 @@ def rows_of(rows: int, ranks: int, rank: int) -> range:
 
 @lru_cache(4)
 def shares_of(plan: Plan) -> tuple[Share, ...]:
-    """All shares, by bucket and then by rank. Rank 0 has one of each bucket, other ranks only where they have rows."""
+    """All shares by bucket and rank. Rank 0 has one of each bucket, others only where they have rows."""
     found, sent = [], [0] * plan.ranks
     slots: list[list[Slot]] = [[] for _ in plan.sizes]
     for slot in plan.slots:
@@ -95,7 +94,7 @@ def _rows(target: int, size: int) -> int:
 
 
 class RowPool:
-    """The shares that `rank` sends. `beside`: another pool, which shares its frozen shares."""
+    """The shares that `rank` sends. `beside`: a pool with the same frozen shares."""
 
     def __init__(self, plan: Plan, rank: int, device: torch.device, beside: "RowPool | None" = None) -> None:
         self.plan, self.rank = plan, rank
@@ -116,8 +115,7 @@ class RowPool:
 
     @torch.no_grad()
     def fill(self, weights: Iterable[tuple[str, torch.Tensor]], without: Collection[str] = ()) -> None:
-        """Copy in this rank's rows of all weights but those named `without`. Raises ValueError if they are not the
-        plan's."""
+        """Copy in this rank's rows, but those of `without`. Raises ValueError unless they are the plan's."""
         wanted = {slot.spec.name: slot for slot in self.plan.slots if slot.spec.name not in without}
         views = {
             each.name: memory[each.offset : each.offset + each.size]
@@ -158,12 +156,12 @@ def _allocate(shares: list[Share], device: torch.device) -> Allocation | None:
 
 
 def scratch_bytes(plan: Plan) -> int:
-    """Bytes of each buffer in which a worker receives shares; 0 where one rank sends."""
+    """Bytes of a worker's buffer for shares; 0 where one rank sends."""
     return max(share.size for share in shares_of(plan)) if plan.ranks > 1 else 0
 
 
 def receive(weights: Buckets, channels: WorkerChannels, first: int) -> Iterator[int]:
-    """Fill the buckets of `weights` from `first` on. Yields as `channel.broadcast_in_turn`."""
+    """Fill the buckets from `first` on. Yields as `channel.broadcast_in_turn`."""
     shares = [(number, share) for number, share in enumerate(shares_of(weights.plan)) if share.bucket >= first]
     ends = {share.bucket: index for index, (_, share) in enumerate(shares)}
     messages = [weights.scratch[index % 2][: share.size] for index, (_, share) in enumerate(shares)]

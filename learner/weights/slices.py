@@ -1,7 +1,7 @@
-"""A staging copy of those parts of the weights that one worker loads: its rows and columns, not whole tensors.
+"""A staging copy of the rows and columns that one worker loads.
 
-Buckets arrive whole, since a broadcast has the same bytes for all workers. Each is checksummed, and its regions are
-copied out, before later buckets overwrite it.
+Buckets arrive whole, since a broadcast has the same bytes for all workers; their regions are copied out before later
+buckets overwrite them.
 """
 
 from collections.abc import Collection, Iterable, Iterator

@@ -1,8 +1,7 @@
 """A rollout server's end of the weights wire, in the front process's event loop.
 
-`policies` yields each version once the workers have it with the learner's checksums; workers without room for copies
-receive it during `load` instead. Waits for the learner and the workers. When the learner falls silent this asks the
-buffer (`where`) and keeps trying the old address.
+`policies` yields each version once the workers have it with the learner's checksums, or receive it during `load`. A
+silent learner is sought at the buffer (`where`) and at its old address.
 """
 
 import asyncio
@@ -26,8 +25,8 @@ from learner.weights.receiver.workers import Workers, next_report
 
 log = logging.getLogger(__name__)
 STUCK = 3.0
-"""Timeouts after which a server ends whose workers hang in a round that was given up: they wait for the group, its
-first step and a bucket up to one timeout each."""
+"""Timeouts after which a server ends whose workers hang in a given-up round: group, first step and bucket may take one
+each."""
 
 
 class Receiver:

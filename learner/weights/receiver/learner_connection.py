@@ -1,6 +1,6 @@
-"""A server's connection to the learner at one address: sends heartbeats, joins until admitted, notices silence.
+"""A server's connection to the learner: sends heartbeats, joins until admitted, notices silence.
 
-After a long silence it connects with another socket, because libzmq gives up once a handshake was refused.
+After a long silence it takes another socket: libzmq gives up once a handshake was refused.
 """
 
 import asyncio
@@ -16,8 +16,7 @@ from buffer.wire.message import Message
 from learner.weights.protocol import BEATS, TO_SERVER, Join, KeepAlive, Leave, dealer, pack, unpack
 
 BEATS_ANEW = 3 * BEATS
-"""Heartbeats of silence after which the server connects anew. A learner that is only paused keeps its servers so
-long."""
+"""Heartbeats of silence after which the server connects anew. A paused learner keeps its servers so long."""
 
 
 class LearnerConnection:

@@ -1,13 +1,11 @@
 """The rounds at a server, one at a time: the state of the present one, and what may follow it.
 
-    IDLE       no round                                                  Ready was said -> PLEDGED
-    PLEDGED    Ready was said, Go has not come                           Go -> RECEIVING    left the learner -> IDLE
-    RECEIVING  the workers receive, or have and are not verified yet     verified -> LOADING    failed -> IDLE
-                                                                         given up -> CLEARING
-    LOADING    verified: the rollout loop loads it                       loaded -> IDLE
-    CLEARING   given up, but workers may still write to their buckets    cleared -> IDLE
+    PLEDGED    Ready was said, Go has not come
+    RECEIVING  the workers receive, or have and are not verified yet
+    LOADING    verified: the rollout loop loads it
+    CLEARING   given up, but workers may still write to their buckets
 
-The newest offer that comes while the buckets are not free (LOADING, CLEARING) waits until they are.
+The newest offer that comes in LOADING or CLEARING waits until the buckets are free.
 """
 
 from collections.abc import Callable
@@ -56,8 +54,8 @@ class Rounds:
         self.held = False
 
     def hold(self, loading: bool) -> bool:
-        """Accept no offer until `release`. Returns False where a version is on its way. `loading`: the version in
-        LOADING is in place."""
+        """Accept no offer until `release`; False: a version is on its way. `loading`: the version in LOADING is in
+        place."""
         if self.state in (State.PLEDGED, State.RECEIVING) or (self.state is State.LOADING and not loading):
             return False
         self.held = True

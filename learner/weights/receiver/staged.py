@@ -23,7 +23,7 @@ class ReceivingEngine(Protocol):
 
 
 class WeightsError(RuntimeError):
-    """The received weights are wrong, or the learner refuses this server. `final`: a restart would end the same way."""
+    """The weights are wrong, or the learner refuses this server. `final`: a restart would not help."""
 
     def __init__(self, reason: str, final: bool = False) -> None:
         super().__init__(reason)

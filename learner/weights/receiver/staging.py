@@ -1,10 +1,10 @@
-"""A vLLM worker's end of the weights wire: receives buckets in a thread and on a CUDA stream of its own.
+"""A vLLM worker's end of the weights wire, driven by `follow.Receiver`: receives buckets in a thread, on its own CUDA
+stream.
 
-The front process drives it (`follow.Receiver`). Mode `full` receives into a copy of all weights while generation goes
-on, mode `slices` into a copy of what this worker loads. Mode `bucket` has room for two buckets and loads each as soon
-as it arrives, while the engine is paused. The thread waits at most Go's timeout, and reports when it ends (`Staged`).
+Mode `full` receives into a copy of all weights while generation goes on, `slices` into a copy of what this worker
+loads. Mode `bucket` loads each bucket as it arrives, while the engine is paused.
 
-Only `prepare` allocates buckets: a round waits until those of a broken one are free, so recovery needs no memory.
+Only `prepare` allocates: a round waits for the buckets of a broken one, so recovery needs no memory.
 """
 
 import logging
@@ -38,7 +38,7 @@ def whole_tensors(specs: Sequence[Spec], frozen: Collection[str]) -> Regions:
 
 
 class Receipt:
-    """One round that is received into `weights`, over `channel` or, without one, from files."""
+    """One round, received into `weights` over `channel` or, without one, from files."""
 
     def __init__(self, go: Go, weights: Buckets, channel: WorkerChannels | None) -> None:
         self.go, self.channel = go, channel
@@ -88,8 +88,8 @@ class Staging:
         self._read: torch.cuda.Event | None = None
 
     def prepare(self, welcome: bytes, wanted: str) -> tuple[str, str, str]:
-        """Allocate room for the plan in `welcome`, a packed ServerWelcome. Returns the digests of all and of what is
-        trained, and the mode. Raises ValueError."""
+        """Allocate room for the plan in `welcome`, a packed ServerWelcome. Returns the digests of all weights and of
+        trained ones, and the mode. Raises ValueError."""
         message = unpack(welcome, TO_SERVER)
         assert isinstance(message, ServerWelcome)
         specs = [Spec(tensor.name, tuple(tensor.shape), dtype_of(tensor.dtype)) for tensor in message.tensors]

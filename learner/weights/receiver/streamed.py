@@ -1,6 +1,6 @@
-"""A version that is received straight into place while the engine is paused, for workers without room for a copy.
+"""A version received straight into place while the engine is paused, for workers without room for a copy.
 
-A broadcast that breaks leaves weights of two versions in place, so `load` waits for the next round or learner.
+A broken broadcast leaves weights of two versions, so `load` waits for the next round.
 """
 
 import asyncio

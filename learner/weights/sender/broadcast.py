@@ -1,4 +1,4 @@
-"""The learner's side of the process group of a round, kept while its members stay the same."""
+"""Rank 0's process group with the workers, kept while its members stay the same."""
 
 import asyncio
 import time
@@ -42,7 +42,7 @@ class BroadcastGroup:
 
     @property
     def formed(self) -> RankAssignment | None:
-        """How the learner's other ranks enter groups of their own with the same workers."""
+        """How other ranks of the learner form groups with the same workers."""
         return self._assignment(0) if self._channel else None
 
     def source(self, policy: PublishedPolicy, member: Member) -> RankAssignment:
@@ -70,7 +70,7 @@ class BroadcastGroup:
 
 
 def whole_checksums(policy: PublishedPolicy, copies: DoubleBuffer, digest: str) -> asyncio.Future[list[int]]:
-    """Compute the checksums of a whole copy, in a thread."""
+    """Compute the checksums of a whole copy in a thread."""
 
     def compute() -> list[int]:
         with copies.reading(policy) as weights:

@@ -1,7 +1,5 @@
-"""The serving half of the sender: brings each member the newest policy, round by round (`sending_round.py`).
-
-Runs in a background thread of learner rank 0. One dead server costs at most one timeout.
-"""
+"""Brings each member the newest policy, round by round (`sending_round.py`), in a background thread of rank 0. One dead
+server costs at most one timeout."""
 
 import asyncio
 import logging
@@ -21,13 +19,12 @@ from learner.weights.sender.suspects import Suspects
 
 log = logging.getLogger(__name__)
 ATTEMPTS = 3
-"""Rounds in a row that fail for a server while no member is missing, until it is refused."""
+"""Failed rounds in a row, with no member missing, after which a server is refused."""
 SERVER_TIMINGS = ("load_s", "pause_s", "verify_s")
 
 
 class Distributor:
-    """Brings the newest policy of `copies` to all members. All but `stats` belongs to the event loop that runs
-    `serve`."""
+    """All but `stats` belongs to the event loop that runs `serve`."""
 
     def __init__(
         self,

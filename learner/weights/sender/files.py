@@ -1,8 +1,5 @@
-"""Weights as safetensors files in a folder that learner and servers share, for servers that no broadcast reaches.
-
-A version is written into a temporary folder that is then renamed: a visible folder is complete. Frozen weights have a
-folder of their own.
-"""
+"""Weights as safetensors files in a shared folder, for servers that no broadcast reaches. A visible folder is complete.
+Frozen weights have their own."""
 
 import asyncio
 import os
@@ -75,7 +72,7 @@ class Files:
 
 
 def read(folder: Path, weights: Buckets, first: int) -> Iterator[int]:
-    """Fill the buckets of `weights` from `first` on; yields the index of each complete one. Raises ChannelError."""
+    """Fill the buckets from `first` on; yields each complete one. Raises ChannelError."""
     for bucket in range(first, len(weights.buckets)):
         weights.buckets[bucket].zero_()  # the padding between tensors counts in the checksum
         path = (frozen_beside(folder) if bucket < weights.plan.frozen else folder) / _file(bucket)

@@ -1,4 +1,4 @@
-"""The rollout servers on the weights wire, as the sender sees them: admitted, kept by heartbeats, dropped."""
+"""The sender's view of the rollout servers: admitted, kept by heartbeats, dropped."""
 
 import asyncio
 import logging
@@ -72,7 +72,7 @@ class Member:
 
 
 class Members:
-    """Iterates over the members. `on_drop` is called with each that leaves or falls silent."""
+    """`on_drop` is called with each member that leaves or falls silent."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Members:
         return self._read(), self._watch(), self._beat(), self._keep_files(), self.clock.tick()
 
     async def _keep_files(self) -> None:
-        """Close connections without a Join while the learner is nearly out of open files."""
+        """Close connections without a Join while open files are scarce."""
         while True:
             await asyncio.sleep(FILES_S)
             self._limits.keep_files()

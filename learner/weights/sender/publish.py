@@ -1,9 +1,8 @@
-"""The learner's end of the weights wire. The learner's loop calls `publish` on every rank after every optimizer step.
+"""The learner's end of the weights wire. The loop calls `publish` on every rank after every optimizer step.
 
-Rank 0 (`Sender`) copies what it sends and returns; a background thread brings the copy to the servers. With
-`weights.publish: rows` the other ranks of the first replica do so with their own rows (`row_rank.RowRank`), with
-`gather` they take part in the gathering and the probe (`Follower`). `publish` waits for the other ranks and, rarely, up
-to `weights.timeout_s` for a copy that a broken broadcast reads.
+Rank 0 (`Sender`) copies what it sends and returns; a thread brings the copy to the servers. The first replica's other
+ranks send their own rows (`row_rank.RowRank`) or take part in the gathering (`Follower`). `publish` waits for these
+ranks and, rarely, for a copy that a broken broadcast reads.
 """
 
 import asyncio
@@ -36,7 +35,7 @@ HEARTBEAT_S = 2.0
 
 
 class Bystander:
-    """A rank of another replica than rank 0's: does nothing."""
+    """A rank of another replica: does nothing."""
 
     def publish(self, policy: ProbedPolicy, version: int) -> None: ...
 
@@ -47,7 +46,7 @@ class Bystander:
 
 
 class Follower:
-    """A rank of the first replica but 0: takes part in what is collective."""
+    """Another rank of the first replica: takes part in collectives."""
 
     def __init__(
         self,
@@ -74,7 +73,7 @@ class Follower:
 
 
 class Sender:
-    """Rank 0. Servers join at `address`, which they learn from the buffer."""
+    """Rank 0. Servers join at `address`."""
 
     def __init__(
         self,
@@ -121,8 +120,7 @@ class Sender:
         self.address: str = started.result()
 
     def publish(self, policy: Any, version: int) -> None:
-        """Copy `version` of the policy and return. Raises what ended the background thread. If the copying fails, the
-        version is never sent."""
+        """Copy `version` of the policy and return. Raises what ended the background thread."""
         if self._ended.done():
             self._ended.result()
             raise RuntimeError("the weights wire is closed")
@@ -146,7 +144,7 @@ class Sender:
         return self._published | self._distributor.stats()
 
     def close(self, drain_s: float = 0.0) -> None:
-        """Wait up to `drain_s` seconds until every server has the newest version, and close the wire."""
+        """Wait up to `drain_s` until every server has the newest version, and close."""
         if drain_s and not self._ended.done():
             with suppress(TimeoutError):
                 asyncio.run_coroutine_threadsafe(self._distributor.drained(), self._loop).result(drain_s)

@@ -1,6 +1,6 @@
-"""The learner's side of a round in which each rank sends its own rows, on rank 0: it orders, and sends its rows too.
+"""Rank 0's side of a round in which each rank sends its own rows.
 
-`send` is over once all ranks have sent, or with the first that could not. A thread reads the other ranks' answers.
+`send` is over once all ranks have sent, or one could not. A thread reads the other ranks' answers.
 """
 
 import asyncio
@@ -47,13 +47,13 @@ class RowBroadcast:
         self._number = time.time_ns() >> 20
         self._sent: dict[int, asyncio.Future[None]] = {}
         self._deaf: set[int] = set()
-        """Ranks that have not got the order of this sending yet, or refused it."""
+        """Ranks that have not got the present order, or refused it."""
         self._sums: dict[tuple[int, str, int], asyncio.Future[Sums]] = {}
         self._reader: threading.Thread | None = None
 
     @property
     def at_fault(self) -> bool:
-        """A failed sending is the fault of a rank of the learner."""
+        """A rank of the learner is at fault."""
         return bool(self._deaf)
 
     @property

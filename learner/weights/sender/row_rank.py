@@ -1,8 +1,7 @@
-"""A rank that sends its own rows, other than rank 0.
+"""A rank other than 0 that sends its own rows.
 
-`publish` waits for rank 0, which chooses the copy, because it knows which version it still offers. A thread reads rank
-0's orders: each names a version, and this rank sends the rows of that version or none, because rows of two versions
-would pass every checksum.
+`publish` waits for rank 0, which chooses the copy. A thread reads rank 0's orders, and sends the rows of the ordered
+version or none: rows of two versions would pass every checksum.
 """
 
 import logging
@@ -160,7 +159,7 @@ class RowRank:
     def _guard(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except dist.DistError:  # rank 0 is gone: the learner ends as a whole
+        except dist.DistError:  # the learner ends as a whole
             log.warning("weights: rank 0 is out of reach")
         except BaseException as error:  # the outermost boundary of the thread
             log.exception("weights: a thread of rank %d ended", self._ranks.rank)

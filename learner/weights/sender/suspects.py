@@ -1,7 +1,5 @@
-"""Members that were ready for a round and then did not answer: each is left out for a while, longer each time.
-
-The broadcast waits for every member that said Ready, so a silent one costs all others the timeout.
-"""
+"""Leaves out members that were ready for a round and did not answer, longer each time: a silent member of a broadcast
+costs all others the timeout."""
 
 from collections.abc import Callable
 
@@ -23,7 +21,7 @@ class Suspects:
         self._until: dict[str, float] = {}
 
     def blame(self, name: str, cost_s: float) -> float:
-        """This server spoilt a round that took `cost_s`. Returns for how long it is left out."""
+        """Returns for how many seconds the server is left out."""
         key = self._key(name)
         self._failures[key] = self._failures.get(key, 0) + 1
         pause_s = min(cost_s * 2.0 ** (self._failures[key] - 1), MOST_PAUSE_S)
