@@ -221,7 +221,7 @@ def build(
 
 
 def build_critic(config: Config, mesh: DeviceMesh) -> Critic:
-    """Build the critic from a copy of the initial model."""
+    """Build the critic, a copy of the initial model."""
     body = Policy(config.model, config.learner, mesh, valued=True)
     log.info("critic: %.1f M parameters, trained beside the policy", body.model.num_parameters() / 1e6)
     given = config.algorithm.critic
@@ -259,7 +259,7 @@ def open_weights_wire(
 
 
 def sending_ranks(policy: Policy, mesh: DeviceMesh) -> SendingRanks:
-    """The ranks of the first replica, which send rows. Raises ConfigError if weights must be gathered."""
+    """The first replica's ranks. Raises ConfigError if weights must be gathered."""
     if other := policy.unsent_by_rows():
         problem = f"weights.publish: rows, and the model's files hold {other} in another form or as a buffer"
         raise ConfigError([f"{problem}, which only gathered weights can be sent in; set it to gather"])

@@ -1,8 +1,7 @@
 """Checkpoints: sharded, written while training goes on, complete or absent.
 
 A thread of each rank fills `checkpoints/v000100.tmp`. Once all ranks are done, rank 0 adds the Hugging Face export and
-a manifest, and renames the folder. With `model.lora` state and export are the adapter's. Each public method is a
-collective.
+a manifest, and renames the folder. Each public method is a collective.
 """
 
 import logging
@@ -130,8 +129,8 @@ class Checkpoints:
             raise
 
     def save(self, policy: Policy, version: int, reward: float | None = None) -> int:
-        """Begin to write `version` if it is due; returns the oldest restorable version, or 0. `reward`: mean of the
-        batch that made `version`."""
+        """Begin to write `version` if it is due; returns the oldest restorable version, or 0. `reward`: mean of its
+        batch."""
         self._reward = reward
         export_every, keep_every = self.config.export_every, self.config.keep_every
         exported = version == self.versions or (export_every is not None and version % export_every == 0)
@@ -244,7 +243,7 @@ class Checkpoints:
 
 
 def _refusal(folder: Path, model: ModelConfig, wanted: AdapterOf | None) -> str | None:
-    """Why the checkpoint's adapter or its base does not fit."""
+    """Why the adapter or its base does not fit."""
     try:
         found = adapter_of(folder)
     except (OSError, ValueError) as error:

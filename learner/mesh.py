@@ -1,4 +1,4 @@
-"""The process group of all ranks, and the mesh of the model's copies: [replica, shard], or [shard] for one replica."""
+"""The process group of all ranks and its mesh: [replica, shard], or [shard] for one replica."""
 
 import logging
 import os
@@ -33,15 +33,15 @@ UNSET = "unset RANK and WORLD_SIZE if a pod or shell has left them"
 
 @contextmanager
 def process_group(config: Config, device: torch.device) -> Iterator[DeviceMesh]:
-    """Start the default process group and yield its mesh. Raises ConfigError. After an error the group is not
-    destroyed: a failed rank just exits."""
+    """Start the default process group and yield its mesh. Raises ConfigError. The group of a failed rank is not
+    destroyed: it just exits."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=config.learner.timeout_s + watchdog.TORCH_LATER_S)
     watchdog.enable_flight_recorder()
     world = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
     local = ranks_of_node(config.learner, world, os.environ)
     if local < world:
-        choose_interface(os.environ)  # refuses an address that other nodes cannot reach
+        choose_interface(os.environ)
     else:
         gloo_here()
     store, rank = meet(os.environ) if "RANK" in os.environ else (HashStore(), 0)
@@ -80,7 +80,7 @@ def meet(environment: Mapping[str, str], limit_s: float = MEET_S) -> tuple[Store
 
 
 def open_store(host: str, port: int) -> TCPStore:
-    """The ranks' store. It listens at `host` only; torch alone would listen at all addresses. Raises ConfigError."""
+    """The ranks' store, which listens at `host` only, unlike torch's own. Raises ConfigError."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family)
@@ -95,7 +95,7 @@ def open_store(host: str, port: int) -> TCPStore:
 
 
 def wait_for(host: str, port: int, limit_s: float) -> str:
-    """Wait for a listener; returns why there is none. torch would print stack frames for each attempt."""
+    """Wait for a listener; returns why there is none. torch alone would print stack frames."""
     end, why = time.monotonic() + limit_s, "no answer"
     while (left_s := end - time.monotonic()) > 0:
         try:
@@ -125,7 +125,7 @@ def shards(mesh: DeviceMesh) -> int:
 
 
 def default_store(prefix: str) -> Store:
-    """The ranks' store over its own connection, which a wait may block."""
+    """The ranks' store over a connection of its own, which waits may block."""
     return PrefixStore(prefix, _get_default_store().clone())  # type: ignore[attr-defined]
 
 
@@ -137,8 +137,8 @@ def replica(mesh: DeviceMesh) -> int:
 
 
 def choose_interface(environment: MutableMapping[str, str]) -> None:
-    """Have gloo and NCCL use the interface on the route to MASTER_ADDR. Raises ConfigError. gloo alone listens where
-    the machine's name leads, often 127.0.1.1."""
+    """Have gloo and NCCL use the interface on the route to MASTER_ADDR. Raises ConfigError. gloo alone often takes
+    127.0.1.1."""
     master, port = environment.get("MASTER_ADDR", ""), int(environment.get("MASTER_PORT", "0"))
     try:
         own = own_address(master, port)

@@ -28,13 +28,13 @@ from learner.mesh import MEET_S, THERE_IS_A_STORE, UNSET, open_store, wait_for
 log = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 LAST_S = 30.0
-"""Time for ranks to end by themselves after another node's ranks."""
+"""Time for ranks to end by themselves after those of another node."""
 REACHED_S = 10.0
 MEETING = ("MASTER_ADDR", "MASTER_PORT")
 
 
 def from_slurm(learner: LearnerConfig, environment: Mapping[str, str]) -> dict[str, str]:
-    """torchrun's variables from those of srun, if it has started this process. Raises ConfigError."""
+    """torchrun's variables from srun's, if srun has started this process. Raises ConfigError."""
     told = {"RANK", "NODE_RANK", PROGRESS}  # a keeper sets PROGRESS; it may run in a task of srun
     if "SLURM_STEP_NUM_TASKS" not in environment or environment.keys() & told:
         return {}
@@ -124,7 +124,7 @@ def number(name: str, environment: Mapping[str, str], least: int, most: int | No
 
 
 def unreachable(host: str, port: int, limit_s: float = REACHED_S) -> str:
-    """Why the other ranks would not reach rank 0; empty if they would."""
+    """Why other ranks would not reach rank 0, if so."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         with socket.create_server((host, port), family=family) as listener:
@@ -145,7 +145,7 @@ def unreachable(host: str, port: int, limit_s: float = REACHED_S) -> str:
 
 
 def start(argv: Sequence[str], learner: LearnerConfig, environment: Mapping[str, str] = os.environ) -> int:
-    """Run this node's ranks; returns the exit code of the first that failed on any node, else 0."""
+    """Run this node's ranks; returns the exit code of the first failure on any node."""
     node = Node(learner, environment)
     first, local = node.number * node.local, range(node.local)
     shared = node.variables | {"WORLD_SIZE": str(learner.ranks), "LOCAL_WORLD_SIZE": str(node.local)}
@@ -200,7 +200,7 @@ class Node:
         self._hosts = self.nodes == 1 or (self.number == 0 and environment.get(THERE_IS_A_STORE) != "True")
         store = open_store(host, port) if self._hosts else find_store(host, port)
         self.variables = {"MASTER_ADDR": host, "MASTER_PORT": str(store.port), THERE_IS_A_STORE: "True"}
-        """All ranks meet in this store, so nobody can take the port before they bind."""
+        """All ranks meet in this store, so nobody can take the port before."""
         self._store = PrefixStore(f"nodes/{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         self._level, self._failed, self.patience_s = 0, DONE, LAST_S
         self.forced_by: int = FORCING
@@ -254,7 +254,7 @@ class Node:
                     how = f"rank {figures[1]} failed first (exit code {figures[0]})"
                     self.why, self._failed = f"the ranks of node {node} have failed, where {how}", int(figures[0])
         log.warning("%s: the ranks of this one end within %g s", self.why, self.patience_s)
-        threading.Event().wait(self.patience_s)  # ranks that notice by themselves say more
+        threading.Event().wait(self.patience_s)  # ranks that notice by themselves report more
         self.killed = True
         pass_on(signal.SIGKILL)  # a rank in a collective notices nothing else
 

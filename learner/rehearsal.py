@@ -1,5 +1,5 @@
-"""Full microbatches of made-up samples, computed at the start (docs/design/learner.md), so that a run without enough
-memory ends there. Trains nothing and leaves the process's random generators alone."""
+"""Full microbatches of made-up samples at the start (docs/design/learner.md). Trains nothing, and leaves the process's
+random generators alone."""
 
 from collections.abc import Sequence
 
@@ -21,7 +21,7 @@ PLAIN = 256
 
 
 def own_part(config: Config, policy: Policy, budget: int, vocabulary: int, part: int, number: int) -> Part | None:
-    """This rank's part; None on CPUs, with images and with replayed routes."""
+    """This rank's part, or None where there is no rehearsal."""
     if policy.device.type == "cpu" or policy.sight is not None or policy.replayed is not None:
         return None
     return made_up(config, budget, vocabulary, part, number, policy.sharing.prompts)

@@ -1,6 +1,5 @@
-"""Keeps groups that cannot be trained out of the steps: the buffer puts them into quarantine, and the loop takes the
-batch again. A batch with which the learner ended before is tried group by group, so that the buffer knows the group at
-fault."""
+"""Keeps groups that cannot be trained out of the steps: the buffer puts them into quarantine. A batch with which the
+learner ended before is tried group by group, so that the buffer knows the group at fault."""
 
 import logging
 import time
@@ -63,7 +62,7 @@ class SoundSteps:
         return stats
 
     def _reported(self, part: Part, found: Found) -> bool:
-        """Returns whether the batch must be taken again, also because ranks have different groups. A collective."""
+        """Returns whether to take the batch again, also because ranks have different groups. A collective."""
         digest = crc32(part.rows.item.data)
         some, largest, smallest = collectives.all_reduce_max(bool(found), digest, -digest)
         if not some and largest == -smallest:
@@ -109,7 +108,7 @@ def bounds_of(
 
 
 def judged(part: Part, bounds: Bounds) -> Found:
-    """Groups with an impossible value in a sample of this part."""
+    """Groups with an impossible value in this part."""
     newest, found = max(part.version, part.reached), dict[int, str]()
     rows = part.positions.numpy().tolist()
     for row, data in zip(rows, part.samples, strict=True):
@@ -126,7 +125,7 @@ def judged(part: Part, bounds: Bounds) -> Found:
 
 
 def mismatched(part: Part, form: ImageFormat | None) -> tuple[Found, bool]:
-    """Groups with an image that the policy did not see; whether all groups with images are such. A collective."""
+    """Groups with an image that the policy did not see; whether all with images are such. A collective."""
     found, showing = dict[int, str](), 0
     for item in np.unique(part.rows.item.numpy()).tolist():
         own = only(part, item)

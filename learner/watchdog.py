@@ -1,7 +1,6 @@
-"""Ends a rank whose collective outlives `learner.timeout_s`, and names the missing rank.
+"""Ends all ranks if a collective outlives `learner.timeout_s`, and names the missing rank.
 
-Reads torch's flight recorder, and shares through a store how many collectives each rank has begun. A watchdog that
-expires ends the others too.
+Each watchdog reads torch's flight recorder, and shares through a store how many collectives its rank has begun.
 """
 
 import json
@@ -93,7 +92,7 @@ class Watchdog:
         return bool(self._store.check(["verdict"]))
 
     def _ask(self, work: Callable[[], T]) -> T | None:
-        """None if the store does not answer."""
+        """None if the store is silent."""
         try:
             if self._asked.done():
                 self._asked = self._asker.submit(work)
@@ -127,8 +126,7 @@ class Watchdog:
 
 
 class Waits:
-    """How long the oldest collective has waited. The recorder's clock may be set, and runs while this process is
-    stopped."""
+    """The recorder's clock may be set, and runs while this process is stopped."""
 
     def __init__(self, at_most_s: float) -> None:
         self._at_most_s = at_most_s
@@ -171,7 +169,7 @@ def current_line(thread: int | None) -> str:
 def verdict(
     entry: dict[str, Any], waited: float, notes: dict[int, Note | None], rank: int, timeout_s: float, path: Path
 ) -> str:
-    """The missing rank wrote no note, or has begun the fewest of the group's collectives."""
+    """The missing rank wrote no note, or has begun the fewest collectives."""
     mine, group = notes[rank], entry["group"]
     where = mine["where"] if mine else "?"
     head = f"learner: timeout: rank {rank} has waited {waited:.1f} s in {entry['profiling_name']} ({where}) for"

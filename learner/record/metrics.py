@@ -1,7 +1,7 @@
-"""`metrics.jsonl`, the record of a run: one flat JSON object per version, written by learner rank 0.
+"""`metrics.jsonl`: one flat JSON object per version, written by learner rank 0.
 
-Records of evaluations have the learner's `version` at that time, and `eval/version`. Records of servers have `"kind":
-"servers"` and no `version`.
+Evaluations have the learner's `version` at that time, and `eval/version`. Records of servers have `"kind": "servers"`
+and no `version`.
 """
 
 import json
@@ -84,7 +84,7 @@ class Metrics:
             self._track({"version": self._version} | {key: value for key, value in record.items() if key != "kind"})
 
     def evaluations(self, version: int) -> list[int]:
-        """When the evaluations recorded up to `version` were due."""
+        """When evaluations recorded up to `version` were due."""
         self._version = version
         if self.path is None or not self.path.exists():
             return []
@@ -156,7 +156,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_all(path: Path, with_text: bytes = b"") -> list[dict[str, Any]]:
-    """A line that a disk has damaged does not end the run."""
+    """A line that a disk has damaged is left out."""
     found = []
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):

@@ -1,7 +1,6 @@
 """Experiment trackers for the records of `metrics.py`, each in its own thread on learner rank 0.
 
-One that is missing, fails or hangs costs a warning, never the run. The learner ends without exit hooks, so `close`
-sends the rest.
+A failure costs a warning, never the run. The learner ends without exit hooks, so `close` sends the rest.
 """
 
 import json
@@ -66,7 +65,7 @@ def tensorboard(folder: Path, run: str, config: Mapping[str, Any]) -> Iterator[C
 
 @contextmanager
 def wandb(folder: Path, run: str, config: Mapping[str, Any]) -> Iterator[Callable[[Record], None]]:
-    """Weights & Biases; its environment variables apply. Offline or without a key, records stay in `folder`."""
+    """Weights & Biases; offline or without a key, records stay in `folder`."""
     import wandb as service
 
     options = {"project": "headrace", "name": run, "id": run, "dir": str(folder), "config": dict(config)}

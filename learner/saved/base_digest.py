@@ -1,6 +1,6 @@
 """`python -m learner digest CHECKPOINT MODEL`: prints MODEL's digest, to compare with the base of CHECKPOINT's adapter.
 
-`python -m rollout evaluate` runs it. Exit 2: bad input.
+Exit 2: bad input.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""Writes the policy as a Hugging Face folder: the initial model's files with new weights."""
+"""The policy as a Hugging Face folder: the initial model's files with new weights."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.in
 
 
 def collect(policy: Policy) -> dict[str, Tensor]:
-    """Gather the whole weights, or the adapter's, in host memory of rank 0. A collective."""
+    """Gather whole weights, or the adapter's, in rank 0's host memory. A collective."""
     if replica(policy.mesh) > 0:
         return {}
     keep = dist.get_rank() == 0
@@ -35,7 +35,7 @@ def collect(policy: Policy) -> dict[str, Tensor]:
 
 
 def in_files(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A weight as in the files of PROVEN models: experts one by one."""
+    """A weight as PROVEN models' files have it: experts one by one."""
     layer, _, kind = name.rpartition(".experts.")
     if kind not in FUSED or not layer:
         yield name, weight
@@ -46,13 +46,13 @@ def in_files(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def write(weights: dict[str, Tensor], model: ModelConfig, folder: Path) -> None:
-    """Write `weights` beside copies of the initial model's other files."""
+    """Write `weights` beside the initial model's other files."""
     folder.mkdir(parents=True)
     source = Path(model.path)
     if source.is_dir():
         for path in source.iterdir():
             if path.is_file() and not path.name.endswith(WEIGHT_FILES):
-                shutil.copyfile(path, folder / path.name)  # without the mode of the original, which may be read-only
+                shutil.copyfile(path, folder / path.name)  # without its mode, which may be read-only
     else:  # a name on the hub
         known = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         known.save_pretrained(folder)

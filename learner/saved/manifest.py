@@ -1,4 +1,4 @@
-"""The manifest that makes a folder a checkpoint: all its files with sizes and checksums, written last."""
+"""The manifest that completes a checkpoint: its files with sizes and checksums."""
 
 import json
 import os
@@ -59,7 +59,7 @@ def versions_to_keep(rewards: Mapping[int, float | None], config: LearnerConfig)
 
 
 def reward_of(checkpoint: Path) -> float | None:
-    """The mean reward that a checkpoint was saved with."""
+    """The mean reward of a checkpoint's batch."""
     manifest = manifest_of(checkpoint)
     if "files" not in manifest and (checkpoint / "figures.json").exists():  # written by an earlier release
         manifest = json.loads((checkpoint / "figures.json").read_text())
@@ -68,7 +68,7 @@ def reward_of(checkpoint: Path) -> float | None:
 
 
 def adapter_of(checkpoint: Path) -> AdapterOf | None:
-    """What a checkpoint's adapter was trained beside; None for whole weights. Raises OSError or ValueError."""
+    """What a checkpoint's adapter was trained beside; None: whole weights. Raises OSError or ValueError."""
     try:
         found = manifest_of(checkpoint).get("adapter")
         return AdapterOf.model_validate(found) if found else None
@@ -81,7 +81,7 @@ def adapter_of(checkpoint: Path) -> AdapterOf | None:
 
 
 def position_of(checkpoint: Path) -> DataPosition | None:
-    """How far the demonstrations were read, if any."""
+    """How far demonstrations were read, if any."""
     found = manifest_of(checkpoint).get("position")
     return DataPosition.model_validate(found) if found else None
 
@@ -92,7 +92,7 @@ def seal(
     adapter: AdapterOf | None = None,
     position: DataPosition | None = None,
 ) -> None:
-    """Give `v000100.tmp` its manifest and its name, safe from a power cut."""
+    """Give `v000100.tmp` its manifest and name, safe from a power cut."""
     sums = _sums_of_shards(partial)
     files = sorted(path for path in partial.rglob("*") if path.is_file() and path.name != MANIFEST)
     names = {str(path.relative_to(partial)): path for path in files}
@@ -103,13 +103,13 @@ def seal(
         "files": {name: path.stat().st_size for name, path in names.items()},
         SUMS: {name: sums[name] if name in sums else crc32c_of(path) for name, path in names.items()},
     }
-    manifest = json.loads(json.dumps(manifest))  # as whoever reads it will see it
+    manifest = json.loads(json.dumps(manifest))  # as a reader will see it
     with open(partial / MANIFEST, "w", encoding="utf-8", opener=open_private) as file:
         json.dump(manifest | {OWN_SUM: sum_of(manifest)}, file, indent=1)
     for path in [*files, partial / MANIFEST]:
         _fsync(path)
     final, old = partial.with_suffix(""), partial.with_suffix(REPLACED)
-    if final.exists():  # incomplete, or without the export it now gets
+    if final.exists():  # incomplete, or without its export
         final.rename(old)
     partial.rename(final)
     _fsync(final.parent)

@@ -1,6 +1,6 @@
 """`python -m learner merge CHECKPOINT OUT`: whole weights of a checkpoint with an adapter, as a Hugging Face folder.
 
-Computes on the CPU in float32 and rounds once. Exit 2: bad input.
+Computes in float32 and rounds once. Exit 2: bad input.
 """
 
 import sys

@@ -1,5 +1,5 @@
-"""The ranks that write checkpoints: all, or with `learner.checkpoint_on: first_node` the first replica. Each method is
-a collective."""
+"""The ranks that write checkpoints: all, or with `checkpoint_on: first_node` the first replica. Each method is a
+collective."""
 
 import logging
 import time
@@ -27,7 +27,7 @@ class SavingRanks:
         self.folder, self.shards = folder, shards
         self.by_first = first_node and shards < dist.get_world_size()
         self.writes = dist.get_rank() < shards or not self.by_first
-        self.group = dist.new_group(backend="gloo")  # the writing threads must not use training's collectives
+        self.group = dist.new_group(backend="gloo")  # writing threads must not use training's collectives
         self.writers = dist.new_group(list(range(shards)), backend="gloo") if self.by_first else self.group
 
     def check_folder(self) -> None:
@@ -57,7 +57,7 @@ class SavingRanks:
             raise ConfigError([judged[0]])
 
     def newest_sound(self) -> int:
-        """Version of the newest undamaged checkpoint, or 0. Sets damaged ones aside."""
+        """The newest undamaged version, or 0. Sets damaged checkpoints aside."""
         if dist.get_rank() == 0 and self.folder.is_dir():
             recover(self.folder)
         while version := self._newest():

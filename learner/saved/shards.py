@@ -1,7 +1,7 @@
-"""Writes and reads a checkpoint's shards with checksums and without running code.
+"""Writes and reads a checkpoint's shards with checksums.
 
-torch would unpickle `.metadata` and values that are no tensors, and a file could run any program. `Reader` and
-`Planner` take only what torch writes for a learner's state.
+torch would unpickle files that could run any program; `Reader` and `Planner` take only what torch writes for a
+learner's state.
 """
 
 import io
@@ -47,7 +47,7 @@ UNREADABLE = (
 
 
 class SummedStream:
-    """A stream, written in order, and its CRC32C."""
+    """A stream and its CRC32C."""
 
     def __init__(self, stream: io.IOBase) -> None:
         self._stream, self.crc = stream, 0
@@ -77,7 +77,7 @@ class SummedFiles(FileSystem):
 
 
 class Writer(_FileSystemWriter):
-    """torch's writer; not its public subclass, which copies the state in another way than `async_save`."""
+    """torch's writer. Its public subclass copies the state in another way than `async_save`."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -85,7 +85,7 @@ class Writer(_FileSystemWriter):
 
 
 class Uncopied(AsyncStager):
-    """Copies no state: it is too large, and nobody changes it meanwhile."""
+    """The state is too large to copy, and nobody changes it meanwhile."""
 
     _synchronize_after_execute = False
 
@@ -98,7 +98,7 @@ class Uncopied(AsyncStager):
 
 
 class RefusedClass(pickle.UnpicklingError):
-    """A file refers to what no checkpoint of a learner has."""
+    """A file refers to what no checkpoint has."""
 
 
 class PlainUnpickler(pickle.Unpickler):
@@ -115,7 +115,7 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def _member(kind: Any, name: str) -> Any:
-    """Python 3.11 writes an Enum's member as a call of `getattr`."""
+    """Python 3.11 pickles an Enum's member as a `getattr` call."""
     if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
         return kind.__members__[name]
     raise RefusedClass(f"builtins.getattr of {name}")
@@ -154,7 +154,7 @@ def read_index(folder: Path) -> Metadata:
 
 
 def refusal(folder: Path) -> str | None:
-    """Why the index is refused, if it is."""
+    """Why the index is refused, if so."""
     try:
         read_index(folder)
     except RefusedClass as error:
@@ -165,13 +165,13 @@ def refusal(folder: Path) -> str | None:
 
 
 def refused_value(folder: Path, error: CheckpointException) -> str | None:
-    """Why a shard was refused, if one was."""
+    """Why a shard was refused, if so."""
     found = next((one for one, _ in error.failures.values() if isinstance(one, RefusedClass)), None)
     return _refused(folder, found) if found else None
 
 
 def of_another_model(folder: Path, error: CheckpointException) -> str | None:
-    """Why the shards do not fit the model, if they do not."""
+    """Why the shards do not fit the model, if so."""
     for one, _ in error.failures.values():
         if found := UNFIT.search(str(one)):
             lacks = f"has no {found[1]}" if found[1] else f"holds {found[2]} in another shape"

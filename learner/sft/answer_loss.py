@@ -1,4 +1,4 @@
-"""Fine-tuning's step and held-out loss: the mean of -log p over trained tokens. Each method is a collective."""
+"""Fine-tuning's step and held-out loss: the mean of -log p over trained tokens. Methods are collectives."""
 
 import time
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ MEASURED_AT_ONCE = 1024
 
 
 class AnswerSteps:
-    """`rows` of `data` in each batch, in microbatches of `budget` tokens."""
+    """`rows` of `data` a batch, in microbatches of `budget` tokens."""
 
     def __init__(self, data: Demonstrations, optimizer: Optimizer, budget: int, rows: int) -> None:
         self.data, self.optimizer, self.budget, self.rows = data, optimizer, budget, rows
@@ -57,7 +57,7 @@ class AnswerSteps:
         }  # fmt: skip
 
     def _backward(self, policy: Policy, placed: list, trained: int) -> tuple[Tensor, Tensor | None]:
-        """-log p summed over all ranks, [] float64, and this rank's router tally."""
+        """-log p over all ranks, [] float64, and this rank's router tally."""
 
         def chunk_loss(logprobs: Tensor, entropy: Tensor, chunk: slice) -> Tensor:
             return -logprobs.sum() / trained
@@ -82,7 +82,7 @@ def _loads(policy: Policy, tally: Tensor | None) -> dict[str, float]:
 
 
 class HeldOut:
-    """The loss on `sets` at version 0, every `every` versions and at version `versions`."""
+    """The loss on `sets`, every `every` versions and at both ends."""
 
     def __init__(self, sets: Mapping[str, Demonstrations], every: int | None, versions: int, budget: int) -> None:
         self.sets, self.every, self.versions, self.budget = sets, every, versions, budget

@@ -1,7 +1,5 @@
-"""Turns a row into tokens, and marks those that a server would have sampled.
-
-Answers are encoded apart, and end with the token at which a server would stop.
-"""
+"""Turns a row into tokens, and marks those that a server would have sampled. Answers are encoded apart, and end with
+the token at which it would stop."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,7 +42,7 @@ class Draft:
     text: str = ""
     pieces: list[tuple[list[int], bool]] = field(default_factory=list)
     closed: bool = False
-    """It ends with a token that the template did not write: nothing can follow."""
+    """The template did not write its last token: nothing can follow."""
 
     def finish(self) -> TrainedText:
         tokens = np.array([token for ids, _ in self.pieces for token in ids], np.int32)
@@ -175,7 +173,6 @@ class AnswerReader:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _require_joined(self, draft: Draft) -> None:
-        """Raise PromptError if the tokenizer encodes pieces differently from the whole."""
         tokens = [token for ids, _ in draft.pieces for token in ids]
         tokens = tokens[:-1] if draft.closed else tokens
         pieces, together = map(self.tokenizer.convert_ids_to_tokens, (tokens, self._encoded(draft.text)))

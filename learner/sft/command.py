@@ -1,5 +1,4 @@
-"""`python -m learner sft CONFIG`: fine-tunes on the demonstrations of `data.train`, from the last checkpoint to
-`run.versions`.
+"""`python -m learner sft CONFIG`: fine-tunes on the demonstrations of `data.train`.
 
 Signals and exit codes are those of `python -m learner`; exit 4: the last checkpoint could not be written, or the steps
 no longer change anything.
@@ -74,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def known(config: Config) -> Config:
-    """Bound `sft.max_tokens` by the model's positions. Raises ConfigError for a model that reads images."""
+    """Bound `sft.max_tokens` by the model's positions. Raises ConfigError for models with images."""
     model = loading.read_config(config.model)
     if sees(model):
         problem = "reads images, and supervised fine-tuning trains text alone"
@@ -86,7 +85,7 @@ def known(config: Config) -> Config:
 
 
 def check_past(config: Config) -> None:
-    """Raise ConfigError if the folder's run cannot go on with `config`."""
+    """Raise ConfigError if the folder's run cannot go on."""
     before = written(config.run.path)
     if before and (before.get("sft.rows") is None or complete(config.run.path / "checkpoints")):
         changes(before, config)

@@ -1,5 +1,4 @@
-"""The demonstrations of a run in tokens, all on every rank. Each rank converts its share at the start, where a bad row
-ends the run."""
+"""The demonstrations of a run in tokens, all on every rank. A bad row ends the run at its start."""
 
 import hashlib
 import logging
@@ -71,7 +70,7 @@ class Demonstrations:
         return schedule.order(len(self.rows), self._seed, epoch, self._shuffle)
 
     def drawn(self, position: int, number: int) -> Texts:
-        """The texts of `number` rows from `position` on, over all epochs."""
+        """The texts of `number` rows from `position` on."""
         found: Texts = []
         for place in range(position, position + number):
             epoch, index = divmod(place, len(self.rows))

@@ -1,7 +1,5 @@
-"""Makes microbatches of a rank's part of a batch (docs/design/learner.md): `open_part`, `agree`, `pack_all`.
-
-All ranks take the same number, so that FSDP's collectives match.
-"""
+"""Makes microbatches of a rank's part of a batch (docs/design/learner.md), the same number on all ranks, so that FSDP's
+collectives match."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -26,16 +24,16 @@ from learner.train.teacher_rows import TeacherTop, pieces_of, teacher_row, top_o
 from learner.train.trees import copies, grow
 
 LEAST_SAVED = 0.03
-"""Sharing a prompt must save at least this share of its samples' tokens."""
+"""Sharing must save at least this share of the tokens."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A segment of a sample, which attends to nothing else."""
+    """A segment of a sample, which attention sees as a text by itself."""
 
     row: int
     columns: Sequence[np.ndarray]
-    """`Sample.DTYPES`, and each token's index in `Batch.turns`, or -1: [tokens] each."""
+    """`Sample.DTYPES`, and indices in `Batch.turns`, or -1: [tokens] each."""
     images: Sequence[SeenImage] = ()
     routes: np.ndarray | None = None
     teacher: np.ndarray | None = None
@@ -52,7 +50,7 @@ class Document:
 
 
 class Turns(NamedTuple):
-    """A rank's turns. The last one has the sample's reward if turns have none."""
+    """A rank's turns. A sample without rewards of turns has its reward in the last."""
 
     rows: np.ndarray
     rewards: np.ndarray
@@ -115,7 +113,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class Batch:
-    """A rank's microbatches, and a row for each sample of the batch."""
+    """A rank's microbatches, and a row per sample of the whole batch."""
 
     version: int
     rows: SampleRows
@@ -147,16 +145,16 @@ class Batch:
         replayed: Experts | None = None,
         key_room: float | None = None,
     ) -> "Batch":
-        """Pack `part` into microbatches of at most `budget` tokens; a longer document gets its own. A document of n
-        tokens costs n + quadratic * n². `key_room`: tokens of the budget that a copied key takes; None: only prompts
-        are shared. Raises, on all ranks, RuntimeError, PictureMismatch or RouteMismatch."""
+        """Pack `part` into microbatches of `budget` tokens; a longer document gets its own. Its n tokens cost n +
+        quadratic * n². `key_room`: tokens of the budget per copied key; None shares prompts only. Raises RuntimeError,
+        PictureMismatch or RouteMismatch on all ranks."""
         opened = open_part(part, budget, share_prompts, form, replayed, key_room)
         agreed = agree(opened, budget)
         return pack_all(opened, agreed, budget, quadratic, patch_cost)
 
 
 class Opened(NamedTuple):
-    """A rank's part, decoded. `sizes`: what each unit takes of the budget."""
+    """A rank's part, decoded. `sizes`: each unit's share of the budget."""
 
     part: Part
     units: Sequence[Unit | Tree]
@@ -246,7 +244,7 @@ def teachers_of(samples: Sequence[Sample], rows: Sequence[int]) -> dict[int, str
 
 
 def teacher_kl(samples: Sequence[Sample]) -> dict[str, tuple[float, int]]:
-    """Sum of log mu - log q over sampled tokens, and their number, by teacher."""
+    """By teacher the sum of log mu - log q, and the sampled tokens."""
     found = dict[str, tuple[float, int]]()
     for sample in samples:
         if sample.teacher_logprobs is not None:
@@ -263,7 +261,7 @@ def documents_of(
     seen: Seen = NOTHING_SEEN,
     routes: Sequence[np.ndarray | None] | None = None,
 ) -> tuple[list[Document], Turns]:
-    """The segments and turns of `samples`. `rows`: indices in `Batch.rows`."""
+    """Segments and turns. `rows`: indices in `Batch.rows`."""
     documents, turn_rows, rewards = list[Document](), list[int](), list[float]()
     for sample, row, routed in zip(samples, rows, routes or [None] * len(samples), strict=True):
         sampled = sample.sampled.numpy() != 0
@@ -290,7 +288,7 @@ def alone(documents: Sequence[Document]) -> list[Unit]:
 
 
 def shared_units(documents: Sequence[Document], items: np.ndarray, budget: int) -> list[Unit]:
-    """Units of at most `budget` tokens of documents with the same prompt. `items`: of each row of the batch."""
+    """Units of documents with the same prompt. `items`: of each row of the batch."""
     groups: dict[tuple[int, bytes, tuple[str, ...]], list[Document]] = defaultdict(list)
     for document in documents:
         prompt = document.columns[0][: document.prompt]
@@ -322,7 +320,7 @@ def trees_of(documents: Sequence[Document], items: np.ndarray, budget: int, key_
 
 
 def tokens_of(units: Sequence[Unit | Tree]) -> int:
-    """Tokens of the rows that `units` take."""
+    """Tokens of the units' rows."""
     return sum(unit.tokens for unit in units)
 
 
@@ -344,7 +342,7 @@ def _num_versions(sample: Sample) -> int:
 
 
 def pack(units: Sequence[Unit | Tree]) -> Microbatch:
-    """A microbatch of `units`; a dummy if there are none."""
+    """A microbatch of `units`, or a dummy."""
     if not units:
         return lay_out([np.zeros(2)], [np.zeros(2)], [np.zeros(2)], [np.full(2, -1)], [0])
     plain = [unit for unit in units if isinstance(unit, Unit)]
@@ -352,7 +350,7 @@ def pack(units: Sequence[Unit | Tree]) -> Microbatch:
 
 
 def pack_trees(units: Sequence[Unit | Tree]) -> Microbatch:
-    """A row in which documents go on from the one before."""
+    """A row of trees and single documents."""
     texts = []
     for unit in units:
         assert isinstance(unit, Tree) or len(unit.documents) == 1
@@ -364,7 +362,7 @@ def pack_trees(units: Sequence[Unit | Tree]) -> Microbatch:
 
 
 def pack_plain(units: Sequence[Unit]) -> Microbatch:
-    """A row of units that share prompts, or nothing."""
+    """A row of units that share prompts."""
     shared = [unit for unit in units if len(unit.documents) > 1]
     pieces = [(unit.documents[0], slice(unit.prompt)) for unit in shared]
     pieces += [(document, slice(unit.prompt, None)) for unit in shared for document in unit.documents]
@@ -396,8 +394,7 @@ def first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def balance(lengths: Sequence[int], costs: Sequence[float], budget: int, number: int) -> list[list[int]]:
-    """Indices of `lengths` in `number` bins of similar cost, costliest first; as `first_fit` where that exceeds the
-    budget."""
+    """Bins of similar cost, costliest first; as `first_fit` where that exceeds the budget."""
     bins: list[list[int]] = [[] for _ in range(number)]
     load, used = [0.0] * number, [0] * number
     for i in sorted(range(len(lengths)), key=lambda i: -costs[i]):

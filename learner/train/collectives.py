@@ -1,5 +1,4 @@
-"""Exchanges between learner ranks besides gradients. Each call is a collective, which waits up to
-`learner.timeout_s`."""
+"""Exchanges between ranks besides gradients. Each waits up to `learner.timeout_s`."""
 
 from typing import Any
 
@@ -10,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 
 def all_gather_ragged(values: Tensor) -> list[Tensor]:
-    """`values` [n] of every rank, in rank order; n differs by rank."""
+    """`values` [n] of every rank, in order; n differs."""
     world = dist.get_world_size()
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
     dist.all_gather(lengths, torch.tensor([len(values)]))
@@ -55,7 +54,7 @@ def broadcast_from_first(number: int, group: dist.ProcessGroup) -> int:
 
 
 def broadcast_state(state: dict[Any, Any], group: dist.ProcessGroup) -> None:
-    """Broadcast the tensors of nested `state` in place from the group's first rank. All have the same shards."""
+    """Broadcast nested `state` in place from the group's first rank. All have the same shards."""
     for _, value in sorted(state.items(), key=lambda item: str(item[0])):
         if isinstance(value, dict):
             broadcast_state(value, group)

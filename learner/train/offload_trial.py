@@ -1,8 +1,5 @@
-"""Tries `learner.cpu_offload: optimizer` on the run's GPUs before the model is loaded. A collective of a second or two.
-
-Trains two layers with offloading, in one portion and in many, and without. Unless the results are equal bit for bit,
-the run is refused.
-"""
+"""Tries `learner.cpu_offload: optimizer` at the start: two layers must be trained bit for bit as without offloading, in
+one portion and in many. A collective of a second or two."""
 
 import gc
 import logging
@@ -45,7 +42,7 @@ def check_offload(learner: LearnerConfig, mesh: DeviceMesh, device: torch.device
 def try_offload(
     mesh: DeviceMesh, device: torch.device, optimizer: type[OffloadedAdamW] = OffloadedAdamW, width: int = WIDTH
 ) -> None:
-    """Raise ConfigError unless two layers are trained as without offloading."""
+    """Raise ConfigError unless the trial succeeds."""
     problem = f"{KEY}: with torch {torch.__version__}"
     try:
         expected = _trained_plainly(mesh, device, width)

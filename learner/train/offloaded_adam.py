@@ -1,7 +1,5 @@
-"""AdamW with master weights and moments in host memory (`learner.cpu_offload: optimizer`).
-
-A step updates portion after portion on the GPU by torch's fused AdamW, so the numbers are those without offloading.
-"""
+"""AdamW with master weights and moments in host memory. A step updates portion after portion on the GPU by torch's
+fused AdamW, so the numbers are the same."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -16,7 +14,7 @@ from learner.model.master_weights import KINDS, SLOTS, HeldSpan, MasterWeights, 
 
 
 class OffloadedAdamW(AdamW):
-    """Has the state of torch's AdamW: a checkpoint fits with and without offloading."""
+    """Has the state of torch's AdamW: a checkpoint fits both."""
 
     def __init__(self, masters: MasterWeights, **options: Any) -> None:
         super().__init__(masters.parameters, fused=True, **options)
@@ -56,7 +54,7 @@ class OffloadedAdamW(AdamW):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state into the same host memory. torch would bring it to the GPU in the parameters' dtype."""
+        """Copies into the same host memory; torch would bring it to the GPU in the parameters' dtype."""
         keys = (key for group in state_dict["param_groups"] for key in group["params"])
         for key, parameter in zip(keys, self._parameters, strict=True):
             for name, value in state_dict["state"][key].items():

@@ -1,5 +1,5 @@
-"""AdamW over the sharded master weights; the learning rate depends only on the version. All ranks have the same global
-norm, so all skip a step whose gradient is not finite."""
+"""AdamW over the sharded master weights. All ranks have the same global norm, so all skip a step whose gradient is not
+finite."""
 
 import math
 from collections.abc import Sequence
@@ -80,7 +80,7 @@ class Optimizer:
             group.update({name: self.adamw.defaults[name] for name in ("betas", "eps", "weight_decay")})
 
     def _overflowed(self, parameters: Sequence[torch.nn.Parameter]) -> float:
-        """1 if every part of the gradient is finite."""
+        """1 if every part is finite."""
         parts = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
         (unfit,) = collectives.all_reduce_max(not all(bool(part.isfinite().all()) for part in parts))
         return float(not unfit)

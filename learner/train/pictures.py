@@ -1,5 +1,4 @@
-"""The images of a rank's part of a batch, decoded and packed for the tower. Digests of pixels show that the policy saw
-the same pictures."""
+"""The images of a rank's part, decoded and packed for the tower. Digests show that the policy saw the same pixels."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -27,7 +26,7 @@ SAME_DATA = "restore the data file that the run began with"
 
 
 class PictureMismatch(RuntimeError):
-    """An image is not the one that the policy saw."""
+    """An image is not what the policy saw."""
 
 
 Seen = Mapping[int, Sequence[SeenImage]]

@@ -13,7 +13,7 @@ from learner.model.experts.mixture import Experts
 
 
 class RouteMismatch(RuntimeError):
-    """A sample has no routes that this model can replay."""
+    """A sample has no routes that can be replayed."""
 
 
 def open_routes(part: Part, samples: Sequence[Sample], sizes: Experts | None) -> tuple[list[np.ndarray | None], str]:

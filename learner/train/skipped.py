@@ -1,4 +1,4 @@
-"""Counts optimizer steps that changed nothing, logs their cause, and ends a run that has only such steps."""
+"""Counts optimizer steps that changed nothing, and ends a run that has only such steps."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -9,7 +9,7 @@ log = logging.getLogger(__name__)
 MOST_SKIPPED = 20
 """Skipped steps in a row that end the run."""
 UNFIT_ADVANTAGES, TAUGHT = "advantages_unfit", "advantages_nonzero"
-"""Sums of a batch: turns with an advantage that is not finite, and that is not zero."""
+"""Turns whose advantage is not finite; whose advantage is not zero."""
 
 
 NOTHING_LEFT = "the model gives every trained token the probability 1; end the run"
@@ -74,7 +74,7 @@ class SkippedSteps:
 
 
 def why_skipped(rewards: tuple[float, float], metrics: Mapping[str, float], sums: Mapping[str, float]) -> str:
-    """Why the gradient was not finite, and the remedy."""
+    """Cause and remedy of a gradient that is not finite."""
     if sums[UNFIT_ADVANTAGES]:
         least, largest = rewards
         return (
@@ -89,7 +89,7 @@ def why_skipped(rewards: tuple[float, float], metrics: Mapping[str, float], sums
 
 
 def why_zero(sums: Mapping[str, float]) -> str:
-    """Why the gradient was zero, and the remedy."""
+    """Cause and remedy of a zero gradient."""
     if sums[TAUGHT]:
         return "the loss masks every token; widen its bounds, or lower batch.max_staleness"
     return (

@@ -1,5 +1,5 @@
 """One optimizer step per batch, the same whatever the ranks, packing or microbatches: each loss is divided by counts of
-the whole batch, so gradients add up."""
+the whole batch."""
 
 import logging
 import time
@@ -50,8 +50,8 @@ Result = tuple[Tensor, dict[str, Tensor]]
 
 
 class Algorithm:
-    """Loss, advantages and optimizer. `max_tokens`: the longest answer. `teachers`: weights by `data_source`; `top_k`:
-    they gave their most probable tokens."""
+    """`max_tokens`: the longest answer. `teachers`: weights by `data_source`; `top_k`: they gave their most probable
+    tokens."""
 
     def __init__(
         self,
@@ -175,7 +175,8 @@ class Algorithm:
         return loss + 0.0 * logprobs.sum(), sums  # a dummy's loss must depend on every parameter
 
     def by_chunk(self, policy: Policy, microbatch: Microbatch, context: LossContext, top: TopTokens | None) -> Result:
-        """A tokenwise loss, differentiated in the head's chunks; the sums take many kernels, so once for all tokens."""
+        """A tokenwise loss, differentiated in the head's chunks. The sums, which take many kernels, are computed
+        once."""
         loss, scored = self.loss, context.select(microbatch.predicted)
 
         def chunk_loss(logprobs: Tensor, entropy: Tensor, chunk: slice | Tensor) -> Tensor:
@@ -200,7 +201,7 @@ class Algorithm:
 
     def shared_context(self, batch: Batch, device: torch.device, counts: bool = True) -> dict[str, Any]:
         """Fields of `LossInputs` of the whole batch: [samples]. `advantages` and TEACHER_WEIGHTS are of this rank's
-        turns or, by a critic, `advantages` of its tokens."""
+        turns or, by a critic, tokens."""
         _, item, sampled, _ = _tensors(batch.rows)
         _, group = item.unique(return_inverse=True)
         group_tokens = torch.zeros(int(group.max()) + 1, dtype=torch.int64).index_add_(0, group, sampled)
@@ -224,7 +225,7 @@ class Algorithm:
         return soft_overlong(rewards, lengths, self.max_tokens, config.overlong_buffer, config.overlong_factor)
 
     def _advantages(self, batch: Batch, counts: bool = True) -> Tensor:
-        """[turns + 1] float32 of this rank, the last 0 for given tokens; by a critic [tokens]."""
+        """[turns + 1] float32, the last 0 for given tokens; by a critic [tokens]."""
         if self.advantage is None:
             return torch.cat([each.advantages for each in batch.microbatches if each.advantages is not None])
         config, turns = self.config, torch.from_numpy(batch.turns.rows)
@@ -265,7 +266,7 @@ def turn_rewards(batch: Batch, rewards: Tensor) -> Tensor:
 
 
 def discounted(batch: Batch, rewards: Tensor, discount: float, counts: bool = True) -> tuple[Tensor, Tensor]:
-    """Returns of this rank's turns, and first returns of all the batch's samples, float64. A collective."""
+    """Returns of this rank's turns, and first returns of all samples, float64. A collective."""
     turns = torch.from_numpy(batch.turns.rows)
     first = turns.diff(prepend=turns.new_tensor([-1])) != 0
     returns = turn_returns(turn_rewards(batch, rewards), turns, discount)

@@ -13,7 +13,7 @@ from learner.model.microbatch import Microbatch
 
 
 class TeacherTop(NamedTuple):
-    """A teacher's k most probable tokens for each sampled one: [sampled tokens, k], int32 and float32."""
+    """A teacher's k most probable tokens: [sampled tokens, k], int32 and float32."""
 
     ids: np.ndarray
     logprobs: np.ndarray

@@ -1,18 +1,18 @@
-"""Groups texts into trees, so that shared prefixes are computed once: each text goes on from the one before it, and its
-row lacks the first `joined` tokens."""
+"""Groups texts into trees (docs/design/learner.md): each text's row lacks the `joined` first tokens, which the text
+before it has."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
 LEAST_JOINED = 0.03
-"""Joining a text must save at least this share of its tokens."""
+"""Joining must save at least this share of a text's tokens."""
 Joined = tuple[int, int]
-"""Index of a text, and how many first tokens it shares with the text before it."""
+"""Index of a text, and how many first tokens it shares with the one before."""
 
 
 def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
-    """How many first numbers of two arrays are equal."""
+    """Length of the common prefix."""
     length = min(len(one), len(other))
     differs = one[:length] != other[:length]
     return int(differs.argmax()) if differs.any() else length
@@ -20,7 +20,7 @@ def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
 
 def grow(texts: Sequence[np.ndarray], budget: int, key_room: float = 0.0) -> list[list[Joined]]:
     """Put the texts into trees of at most `budget` tokens; a longer text gets its own. `key_room`: tokens of the budget
-    that a copied key takes.
+    per copied key.
 
     In reverse lexicographic order, no earlier text shares more with a text than the one before it.
 

@@ -1,4 +1,4 @@
-"""Copies of a policy's weights, in buckets on one device, with their checksums."""
+"""Copies of a policy's weights in buckets, with their checksums."""
 
 import asyncio
 import threading
@@ -16,8 +16,7 @@ from learner.weights.plan import Plan, Slot
 from learner.weights.protocol import Probe
 
 WORDS = 4128
-"""Words of 8 bytes per row of the checksum: 32 KiB and 256 bytes, since columns at a power of two apart would share few
-places of a cache."""
+"""Words of 8 bytes per row of the checksum; a power of two would put columns into few places of a cache."""
 ROW = 8 * WORDS
 CACHED_ROWS = 16
 FACTOR = 0x9E3779B97F4A7C1
@@ -25,8 +24,8 @@ HALVES = 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D
 
 
 class Allocation:
-    """Buckets of `sizes` bytes in one allocation, zero at first; each begins at a row of the checksum. `places`: the
-    rows that each share has of its bucket."""
+    """Buckets in one allocation, zero at first; each begins at a row of the checksum. `places`: the rows that each
+    share has of its bucket."""
 
     def __init__(
         self, sizes: Iterable[int], device: torch.device, places: Sequence[torch.Tensor] | None = None
@@ -46,8 +45,7 @@ class Allocation:
         return rows + _sum_of_columns(columns, self._column_weights)
 
     def sums(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weighted sums of rows `[buckets]` and sums of columns `[buckets, WORDS]`, int64; the sums of shares add
-        up."""
+        """Weighted sums of rows `[buckets]` and sums of columns `[buckets, WORDS]`, int64; those of shares add up."""
         words = self._memory.view(torch.int64).view(-1, WORDS)
         if words.device.type == "cpu":
             found, columns = zip(*(_sums(words[place]) for place in self._places), strict=True)
@@ -59,8 +57,8 @@ class Allocation:
 
 
 class Buckets:
-    """The buckets of `plan`. On a GPU all work is queued. `rotating`: later buckets overwrite the first `turns`.
-    `beside`: a copy with the same frozen buckets. `scratch`: bytes of each of two buffers for shares."""
+    """The buckets of `plan`; a GPU queues all work. `rotating`: later buckets overwrite the first `turns`. `beside`: a
+    copy with the same frozen buckets. `scratch`: bytes of two buffers for shares."""
 
     def __init__(
         self,
@@ -95,8 +93,8 @@ class Buckets:
 
     @torch.no_grad()
     def fill(self, weights: Iterable[tuple[str, torch.Tensor]], without: Collection[str] = ()) -> None:
-        """Copy in all `weights` but `without`, in the plan's order, with frozen ones anywhere. Raises ValueError unless
-        they are the plan's, after consuming all of them: gathering is collective."""
+        """Copy in all `weights` but `without`, in the plan's order, frozen ones anywhere. Raises ValueError only after
+        consuming all of them: gathering is collective."""
         problem, frozen = "", self.plan.frozen_names
         wanted = [slot for slot in self.plan.slots if slot.spec.name not in without]
         kinds = [iter([slot for slot in wanted if (slot.spec.name in frozen) == kind]) for kind in (False, True)]
@@ -118,7 +116,7 @@ class Buckets:
         return self.buckets[first:]
 
     def checksums(self, first: int = 0) -> torch.Tensor:
-        """`[buckets] int64` from bucket `first` on, which is 0 or the first trained one."""
+        """`[buckets] int64` from bucket `first` on."""
         if self.rotating:
             raise ValueError("rotating buckets are never all there at once: checksum them one by one")
         return torch.cat([part.checksums() for part in self._parts[1 if first else 0 :]])
@@ -126,7 +124,7 @@ class Buckets:
 
 def checksum(bucket: torch.Tensor) -> torch.Tensor:
     """`[bytes] uint8 -> [] int64`: sums of all rows and columns of words, weighted by index, modulo 2^64. Exact in any
-    order of summation and on every device; swapped values change it."""
+    order of summation; swapped values change it."""
     rows, columns = bucket_sums(bucket, row_weights(len(bucket) // ROW + 1, bucket.device))
     return rows + _sum_of_columns(columns, _column_weights(bucket.device))
 
@@ -143,12 +141,12 @@ def bucket_sums(bucket: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tens
 
 
 def checksums_of(rows: torch.Tensor, columns: torch.Tensor) -> list[int]:
-    """The checksums of buckets with these `bucket_sums`."""
+    """Checksums from `bucket_sums`."""
     return [int(value) for value in (rows + _sum_of_columns(columns, _column_weights(columns.device))).tolist()]
 
 
 def _sums(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """On a CPU the second sum finds a block in the cache."""
+    """On a CPU the second sum finds its block in the cache."""
     if words.device.type != "cpu" or len(words) <= CACHED_ROWS:
         return words.sum(1), words.sum(0)
     columns, rows = words.new_zeros(WORDS), list[torch.Tensor]()
@@ -179,7 +177,7 @@ def _weights_of(index: torch.Tensor) -> torch.Tensor:
 
 
 def add_up(rows: torch.Tensor, columns: torch.Tensor) -> list[int]:
-    """The checksums of whole buckets from the ranks' sums."""
+    """Checksums from the ranks' sums."""
     return checksums_of(rows.sum(0), columns.sum(0))
 
 
@@ -199,21 +197,21 @@ class PublishedWeights(Protocol):
 
 @dataclass(eq=False)
 class PublishedPolicy:
-    """One version of the weights, with what servers verify. Unchanged while anybody holds it."""
+    """One version of the weights and its facts. Unchanged while anybody holds it."""
 
     weights: PublishedWeights
     version: int = -1
     published_at: float = 0.0
     filled: "Future[torch.cuda.Event | None]" = field(default_factory=pending)
-    """Done once all weights are copied, or queued to be copied before this event."""
+    """Done once all weights are copied, or queued before this event."""
     probe: "Future[Probe] | None" = None
     checksums: "dict[str, asyncio.Future[list[int]]]" = field(default_factory=dict)
     holders: int = 0
 
 
 class DoubleBuffer:
-    """Two copies of the weights, shared by threads: one is filled while a broadcast may read the other. Where several
-    ranks send, rank 0 chooses the copy."""
+    """Two copies of the weights: one is filled while a broadcast may read the other. Where several ranks send, rank 0
+    chooses."""
 
     def __init__(
         self, plan: Plan, device: torch.device, allocate: Callable[[Any], PublishedWeights] | None = None
@@ -239,7 +237,7 @@ class DoubleBuffer:
         return self._copies.index(policy)
 
     def take(self, number: int, timeout_s: float) -> PublishedPolicy:
-        """The copy that rank 0 has reserved. Raises TimeoutError."""
+        """The copy that rank 0 reserved. Raises TimeoutError."""
         if number == len(self._copies):
             return self._further()
         with self._changed:
@@ -284,7 +282,7 @@ class DoubleBuffer:
 
     @contextmanager
     def reading(self, policy: PublishedPolicy) -> Iterator[PublishedWeights]:
-        """The complete weights of `policy`, on a stream of this thread's own."""
+        """The complete weights, on a stream of this thread's own."""
         with self.hold(policy), own_stream(self._device):
             copied = policy.filled.result()
             if copied is not None:

@@ -1,8 +1,7 @@
-"""The process group of a broadcast: a rank of the learner and all workers of some servers
-(docs/design/weights-wire.md).
+"""The process group of a broadcast: a learner rank and all workers of some servers (docs/design/weights-wire.md).
 
-`connect` and `broadcast` wait at most `timeout_s` and raise ChannelError; `abort`, from another thread, ends them early
-over NCCL. After a failure the next channel has a new epoch.
+`connect` and `broadcast` wait at most `timeout_s` and raise ChannelError; over NCCL `abort`, from another thread, ends
+them early. After a failure the next channel has a new epoch.
 """
 
 import asyncio
@@ -21,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
-c10d: Any = dist  # torch exports no types of these classes
+c10d: Any = dist  # torch exports no types
 AHEAD = 3
 """Broadcasts queued beyond the one waited for, on CPUs. GPUs queue all at once: calls from Python contend for the
 GIL."""
@@ -30,11 +29,11 @@ NCCL_SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
-"""A wait ends with an error at its timeout, and torch does not end the process."""
+"""Waits end with an error, and torch does not end the process."""
 
 
 class ChannelError(RuntimeError):
-    """The group could not be formed, broke, or timed out. `absent`: missing ranks."""
+    """The group did not form, broke or timed out. `absent`: missing ranks."""
 
     def __init__(self, what: str, absent: Sequence[int] = ()) -> None:
         super().__init__(what)
@@ -42,7 +41,7 @@ class ChannelError(RuntimeError):
 
 
 class Rendezvous:
-    """The learner's TCPStore, at which the ranks of a group meet."""
+    """The TCPStore at which a group's ranks meet."""
 
     def __init__(self, host: str, timeout_s: float) -> None:
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
@@ -60,7 +59,7 @@ class Rendezvous:
 
 
 class Channel:
-    """Rank `rank` of `world`. Rank 0 sends: it is rank `root` of the learner."""
+    """Rank `rank` of `world`. Rank 0 sends: learner rank `root`."""
 
     def __init__(
         self,
@@ -92,7 +91,7 @@ class Channel:
         store = store or self.open_store()
         try:
             prefixed = c10d.PrefixStore(f"weights/{self.epoch}/{self.root}", store)
-            prefixed.set(f"here/{self.rank}", "")  # NCCL would wait for ever for a rank that never comes
+            prefixed.set(f"here/{self.rank}", "")  # NCCL would wait for ever for an absent rank
             self._meet(prefixed)
             make = self._nccl if self.device.type == "cuda" else self._gloo
             self._group = make(prefixed)
@@ -150,10 +149,8 @@ class Channel:
 
 
 class WorkerChannels:
-    """A worker's groups with all sending ranks of the learner.
-
-    One thread issues all broadcasts, in the same order on every worker: NCCL allows no other use of several groups.
-    """
+    """A worker's groups with all sending ranks. One thread issues all broadcasts in the same order on every worker:
+    NCCL allows nothing else."""
 
     def __init__(self, channels: Sequence[Channel]) -> None:
         self._channels, self.epoch, self._formed = channels, channels[0].epoch, False
@@ -173,7 +170,7 @@ class WorkerChannels:
         return broadcast_in_turn(list(zip(of, buckets, strict=True)), ahead)
 
     def abort(self) -> None:
-        """Each NCCL abort has its own thread: it waits for kernels that may wait for another group."""
+        """Each in a thread: an NCCL abort waits for kernels that may wait for another group."""
         for channel in self._channels:
             channel.abort()
 
@@ -185,13 +182,13 @@ class WorkerChannels:
 def broadcast_in_turn(messages: Sequence[tuple[Channel, torch.Tensor]], ahead: int | None = None) -> Iterator[int]:
     """Send (rank 0) or fill (other ranks) buckets, at most `ahead` beyond the one yielded.
 
-    Yields the index of each complete bucket; on a GPU it is complete for this thread's stream, and for everybody at the
-    end. With `ahead` 1 two buffers are enough.
+    Yields the index of each complete bucket, on a GPU complete for this thread's stream, and at the end for everybody.
+    With `ahead` 1 two buffers are enough.
     """
-    if not messages:  # a rank without rows in a plan: workers do not wait for it either
+    if not messages:  # a rank without rows: workers do not wait for it either
         return
     channels = list(dict.fromkeys(channel for channel, _ in messages))
-    # so that this thread destroys them, which may take a while
+    # so that this thread destroys them, which takes a while
     groups = [channel.group() for channel in channels]
     device, timeout, (epoch, world) = channels[0].device, channels[0].timeout, (channels[0].epoch, channels[0].world)
     options = dist.BroadcastOptions()
@@ -219,18 +216,18 @@ def broadcast_in_turn(messages: Sequence[tuple[Channel, torch.Tensor]], ahead: i
         for channel in channels:
             channel.span_s = time.perf_counter() - started
         yield from range(len(messages) - len(works), len(messages))
-        for work in last.values() if on_gpu else ():  # once for all, after the caller has queued what it does with them
+        for work in last.values() if on_gpu else ():  # once, after the caller has queued its use of them
             work.wait(timeout)
         for channel in channels if on_gpu else ():
             channel.span_s = time.perf_counter() - started
     except RuntimeError as error:
         raise ChannelError(f"group {epoch} of {world} ranks broke: {error}") from None
-    finally:  # an exception keeps this frame alive, perhaps in another thread
+    finally:  # an exception keeps this frame alive
         group = work = None
         groups.clear()
         works.clear()
         last.clear()
-    if any(channel.aborted for channel in channels):  # an abort ends the kernels as well, which looks like success
+    if any(channel.aborted for channel in channels):  # an abort ends kernels, which looks like success
         raise ChannelError(f"group {epoch} was given up")
 
 
@@ -246,7 +243,7 @@ def backend_of(device: torch.device) -> str:
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """Run this thread's GPU work on a stream of its own, complete at the end of the block."""
+    """Run this thread's GPU work on its own stream, complete at the end of the block."""
     if device.type != "cuda":
         yield
         return
@@ -258,14 +255,14 @@ def own_stream(device: torch.device) -> Iterator[None]:
 
 
 def in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
-    """Run `work` in a daemon thread: one stuck in a collective does not block the exit."""
+    """Run `work` in a daemon thread, so that a stuck collective does not block the exit."""
 
     def run(future: Future[T]) -> None:
         try:
             future.set_result(work())
         except BaseException as error:
             future.set_exception(error)
-        # avoids a cycle: the error refers to this frame
+        # the error refers to this frame
         del future
 
     future: Future[T] = Future()

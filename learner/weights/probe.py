@@ -1,5 +1,5 @@
-"""The probe: a fixed text on whose log-probabilities learner and server must agree. For a model that sees, a picture
-comes first: text alone would not show a wrong tower."""
+"""The probe: a fixed text on whose log-probabilities learner and server must agree. Behind a picture, for a model that
+sees."""
 
 import random
 from collections.abc import Collection, Iterator, Sequence
@@ -16,11 +16,11 @@ from learner.weights.protocol import Probe, ProbeImage
 
 PROBE_TOKENS = 64
 TEXT = ", ".join(map(str, range(1, 65)))
-"""A text that every model predicts well: rounding to bfloat16 changes its log-probabilities little, and wrong weights
-change them much (SmolLM2-135M: 0.005 nat on this text, 0.07 on sums)."""
+"""A text that every model predicts well: rounding to bfloat16 changes its log-probabilities little, wrong weights much
+(SmolLM2-135M: 0.005 nat, on sums 0.07)."""
 CAPTION = "The left half of the picture is red, the right half is blue. "
 PICTURE = (4, 6)
-"""Height and width in tokens: more than one window of Qwen2.5-VL's tower."""
+"""In tokens; more than one window of Qwen2.5-VL's tower."""
 LEFT, RIGHT = (210, 45, 40), (40, 60, 205)
 
 
@@ -40,7 +40,7 @@ class ProbedPolicy(Protocol):
 
 
 class Prober:
-    """Decides when a probe is due, equally on every rank, since its forward pass is collective."""
+    """Decides when a probe is due, equally on every rank: its forward pass is collective."""
 
     def __init__(
         self, specs: Sequence[Spec], config: WeightsConfig, seed: int, probe: ShownProbe | Sequence[int] | None
@@ -68,8 +68,8 @@ class Prober:
 
 
 def tokens_of(tokenizer: Any, longest: int, text: str = TEXT, without: Collection[int] = ()) -> list[int]:
-    """`text` as at most `longest` tokens; random ones if the tokenizer does not know it. `longest` is one less than
-    what servers accept: they sample one more."""
+    """`text` as at most `longest` tokens; random ones if the tokenizer does not know it. Servers sample one token
+    more."""
     tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)[:PROBE_TOKENS]
     if len(set(tokens)) < PROBE_TOKENS // 8:
         draw, known = random.Random(0), [token for token in range(len(tokenizer)) if token not in without]

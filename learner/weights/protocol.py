@@ -1,10 +1,9 @@
 """Messages and sockets of the weights wire. Learner rank 0 listens (ROUTER), each rollout server connects (DEALER).
 
     server:   Join -> ServerWelcome, and once its workers have allocated room: Join -> Joined
-    learner:  Offer -> Ready, then Go; the weights are broadcast; Checksums -> Received; Probe -> Loaded;
-              or Failed instead of any. Checksums and Probe are sent as soon as they are known
+    learner:  Offer -> Ready, then Go and the broadcast; Checksums -> Received; Probe -> Loaded; or Failed instead
     learner:  Cancel: the round is off.   Rejoin: you are not a member
-    server:   Hold, in place of Ready or at any time between rounds; Release ends that
+    server:   Hold, in place of Ready or between rounds; Release ends that
 
 Round numbers grow, also across restarts of the learner. A message about another round is only a heartbeat.
 """
@@ -43,7 +42,7 @@ BEATS = 5
 MAX_BYTES = 64 << 20
 """A ServerWelcome with 10^5 tensors stays below."""
 FROM_SERVERS = {zmq.MAXMSGSIZE: 1 << 16, zmq.RCVHWM: 64, zmq.SNDHWM: 256}
-"""Bounds the memory that a server can take from the learner."""
+"""Bounds the memory that a server takes from the learner."""
 
 # from a server
 
@@ -68,7 +67,7 @@ class Ready(Message):
 
 
 class Hold(Message):
-    """The server evaluates its version, and takes no newer one until Release."""
+    """The server evaluates, and takes no newer version until Release."""
 
     round: Count
 
@@ -77,14 +76,14 @@ class Release(Message): ...
 
 
 class Received(Message):
-    """All buckets have arrived with the learner's checksums."""
+    """All buckets have the learner's checksums."""
 
     round: Count
     span_s: Seconds
 
 
 class Loaded(Message):
-    """The server generates under the new version. `probe`: mean absolute difference of log-probabilities."""
+    """The server generates under the version. `probe`: mean absolute difference of log-probabilities."""
 
     round: Count
     load_s: Seconds
@@ -120,7 +119,7 @@ class ServerWelcome(Message):
 
     tensors: Many[TensorSpec]
     frozen: Many[LongName] = Field(default_factory=list)
-    """Names of weights that are sent once."""
+    """Weights that are sent once."""
     bucket_bytes: Count
     ranks: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
     replicated: Many[LongName] = Field(default_factory=list)
@@ -155,8 +154,7 @@ class ProbeImage(Message):
 
 
 class Probe(Message):
-    """Fixed tokens, and the learner's log-probabilities at temperature 1 of all but the first, or of those behind the
-    `image`."""
+    """Fixed tokens, and log-probabilities at temperature 1 of all but the first, or of those behind the `image`."""
 
     round: Count = 0
     tokens: Many[Count]
@@ -210,7 +208,7 @@ class KeepAlive(Message): ...
 
 
 class Staged(Message):
-    """From a worker to its front process: `round` is received, or `reason` says why not."""
+    """From a worker to its front process, once its round ends."""
 
     round: Count
     checksums: Many[Checksum] = Field(default_factory=list)
@@ -219,7 +217,7 @@ class Staged(Message):
     fatal: bool = False
 
 
-# between the learner's ranks that send rows (`sender/mailbox.py`)
+# between the learner's ranks (`sender/mailbox.py`)
 
 
 class SendRows(Message):
@@ -265,7 +263,7 @@ class RowSums(Message):
     """`[buckets, WORDS]` int64."""
 
 
-# keys admit one role to each end, so these tables are also what each role may say
+# keys admit one role to each end, so these tables are what each may say
 TO_LEARNER: dict[str, type[Message]] = {
     m.__name__: m for m in (Join, Ready, Hold, Release, Received, Loaded, Failed, Leave, KeepAlive)
 }
@@ -293,7 +291,7 @@ def unpack(data: bytes, kinds: dict[str, type[Message]]) -> Message:
 def router(
     context: zmq.asyncio.Context, host: str, keys: ServerKeys
 ) -> tuple[zmq.asyncio.Socket, ThreadAuthenticator, str]:
-    """Bind the learner's socket to a free port of `host`; also returns its address."""
+    """Bind the learner's socket to a free port of `host`."""
     socket = context.socket(zmq.ROUTER)
     _limit(socket)
     for option, value in FROM_SERVERS.items():

@@ -1,7 +1,7 @@
 """A rollout server's end of the weights wire, in the front process's event loop.
 
-`policies` yields each version once the workers have it with the learner's checksums, or receive it during `load`. A
-silent learner is sought at the buffer (`where`) and at its old address.
+`policies` yields each version that the workers have received and verified, or receive during `load`. A silent learner
+is sought at the buffer (`where`) and at its old address.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ each."""
 
 
 class Receiver:
-    """Follows the learner. `where(known)` returns its address as soon as it is not `known`."""
+    """Follows the learner. `where(known)` returns its address once it is another."""
 
     def __init__(
         self,
@@ -59,7 +59,7 @@ class Receiver:
         self._rounds.release()
 
     async def policies(self) -> AsyncGenerator[StagedPolicy | StreamedPolicy, None]:
-        """Each new policy, verified by checksums. Load it before asking for the next. Raises WeightsError."""
+        """Each verified policy; load it before the next. Raises WeightsError."""
         follow = asyncio.create_task(self._follow(), name="weights")
         follow.add_done_callback(self._on_end)
         try:
@@ -144,7 +144,7 @@ class Receiver:
             raise WeightsError(message.reason)
 
     async def _on_welcome(self, welcome: protocol.ServerWelcome, connection: LearnerConnection) -> None:
-        if self._rounds.state is State.CLEARING:  # nothing can be allocated before its buckets are free: Join follows
+        if self._rounds.state is State.CLEARING:  # Join follows once its buckets are free
             return
         await self._workers.prepare(welcome)
         self._join = self._join.model_copy(update={"digest": welcome.digest, "trained": welcome.trained})
@@ -222,7 +222,7 @@ class Receiver:
         self._say(protocol.Failed(round=reception.go.round, reason=reason))
 
     def _require_end(self) -> None:
-        """Raise WeightsError if workers hang: without their buckets this server would keep its policy for ever."""
+        """Raise WeightsError if workers hang: their buckets would never be free."""
         reception = self._rounds.reception
         if self._rounds.state is not State.CLEARING or not reception:
             return

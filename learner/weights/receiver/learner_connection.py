@@ -16,7 +16,7 @@ from buffer.wire.message import Message
 from learner.weights.protocol import BEATS, TO_SERVER, Join, KeepAlive, Leave, dealer, pack, unpack
 
 BEATS_ANEW = 3 * BEATS
-"""Heartbeats of silence after which the server connects anew. A paused learner keeps its servers so long."""
+"""Heartbeats of silence after which the server connects anew; a paused learner keeps its servers so long."""
 
 
 class LearnerConnection:
@@ -72,5 +72,5 @@ class LearnerConnection:
         for one in ending:
             one.cancel()
         await asyncio.wait(ending)
-        await self._breaks.aclose()  # before its socket: a break may have ended it already
+        await self._breaks.aclose()  # before its socket: a break may have ended it
         self._socket.close()

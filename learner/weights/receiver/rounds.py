@@ -1,4 +1,4 @@
-"""The rounds at a server, one at a time: the state of the present one, and what may follow it.
+"""The rounds at a server, one at a time.
 
     PLEDGED    Ready was said, Go has not come
     RECEIVING  the workers receive, or have and are not verified yet
@@ -44,7 +44,7 @@ class IllegalTransition(RuntimeError):
 
 
 class Rounds:
-    """The present round of one server. `say` sends to the learner."""
+    """The present round. `say` sends to the learner."""
 
     def __init__(self, say: Callable[[Message], None]) -> None:
         self._say = say
@@ -76,7 +76,7 @@ class Rounds:
             self._answer()
 
     def joined(self) -> None:
-        """The learner admitted this server anew and knows nothing of its round or hold."""
+        """The learner knows nothing of this server's round or hold."""
         if self.reception:
             self.reception.take_probe(None)
         if self.held and self.state is not State.LOADING:
@@ -120,7 +120,7 @@ class Rounds:
         return self.reception
 
     def aborted(self, free: bool) -> bool:
-        """Returns whether the buckets are free by now. `free`: no worker writes any more."""
+        """Returns whether the buckets are free. `free`: no worker writes any more."""
         if self.state is State.CLEARING and self.reception and (free or self.reception.complete):
             self.clear()
         return self.state is not State.CLEARING

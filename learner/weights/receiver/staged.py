@@ -1,4 +1,4 @@
-"""A version that lies complete in the workers' staging copies: `load` it, with nothing paused, then `loaded`."""
+"""A version complete in the staging copies: `load` it, with nothing paused, then `loaded`."""
 
 import logging
 import time
@@ -31,7 +31,7 @@ class WeightsError(RuntimeError):
 
 
 class StagedPolicy:
-    """A version to load. `release` allows the staging copies to be overwritten."""
+    """A version to load. `release`: staging copies may be overwritten."""
 
     def __init__(
         self,

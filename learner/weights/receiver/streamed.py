@@ -1,4 +1,4 @@
-"""A version received straight into place while the engine is paused, for workers without room for a copy.
+"""A version received straight into place while the engine is paused, without room for a copy.
 
 A broken broadcast leaves weights of two versions, so `load` waits for the next round.
 """
@@ -31,7 +31,7 @@ class StreamedPolicy:
 
     @property
     def version(self) -> int:
-        """After `load` the version in place, which may be later than announced."""
+        """After `load` the version in place, perhaps later than announced."""
         return self._reception.go.version
 
     def begin(self, reception: Reception) -> None:

@@ -1,5 +1,5 @@
-"""Brings each member the newest policy, round by round (`sending_round.py`), in a background thread of rank 0. One dead
-server costs at most one timeout."""
+"""Brings each member the newest policy, round by round, in a background thread of rank 0. One dead server costs at most
+one timeout."""
 
 import asyncio
 import logging
@@ -19,7 +19,7 @@ from learner.weights.sender.suspects import Suspects
 
 log = logging.getLogger(__name__)
 ATTEMPTS = 3
-"""Failed rounds in a row, with no member missing, after which a server is refused."""
+"""Failed rounds in a row, with no member missing, before a server is refused."""
 SERVER_TIMINGS = ("load_s", "pause_s", "verify_s")
 
 
@@ -53,12 +53,12 @@ class Distributor:
         self._copies, self._transport, self._session = copies, transport, session
         self._plans = (plan.trained, plan) if plan.frozen else (plan,)
         self._timeout_s, self._heartbeat_s = config.timeout_s, heartbeat_s
-        self._number = time.time_ns() >> 20  # greater than the rounds of a learner that died before
+        self._number = time.time_ns() >> 20  # greater than a dead learner's rounds
         self._busy = False
         self._last_round = {"weights/servers": 0.0}
 
     def stats(self) -> dict[str, float]:
-        """The learner's thread calls it, so `_last_round` is replaced as a whole."""
+        """The learner's thread calls it: `_last_round` is replaced as a whole."""
         members = float(len(list(self.members)))
         return {"weights/members": members, "weights/failed": float(self.members.failed)} | self._last_round
 
@@ -161,7 +161,7 @@ class Distributor:
 def round_stats(
     policy: PublishedPolicy, plan: Plan, loaded: Iterable[Member], received_s: float, span_s: float
 ) -> dict[str, float]:
-    """Figures of a round (docs/design/weights-wire.md): plain keys hold the slowest server's."""
+    """Figures of a round (docs/design/weights-wire.md); the slowest server's under plain keys."""
     answers = {member.name: member.answer for member in loaded if isinstance(member.answer, protocol.Loaded)}
     stats = {
         "weights/version": float(policy.version),

@@ -26,7 +26,7 @@ MOST_MEMBERS = 4096
 
 @dataclass(eq=False)
 class Member:
-    """A server that joined. `route` is its ZeroMQ identity."""
+    """A server that joined. `route`: its ZeroMQ identity."""
 
     route: bytes
     name: str
@@ -43,9 +43,9 @@ class Member:
     late: bool = False
     """No round waits for it until it answers."""
     spoilt: bool = False
-    """It was ready and did not answer, or was the first to fail."""
+    """It was ready and did not answer, or failed first."""
     failures: int = 0
-    """Rounds in a row that failed for it while no member was missing."""
+    """Failed rounds in a row while no member was missing."""
 
     def on_message(self, message: Message) -> None:
         self.heard_at = self.clock()
@@ -72,7 +72,7 @@ class Member:
 
 
 class Members:
-    """`on_drop` is called with each member that leaves or falls silent."""
+    """`on_drop`: called with each member that leaves or falls silent."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Members:
         self._send(member.route, message)
 
     def drop(self, member: Member, reason: str) -> None:
-        """Leave `member` out until it joins again. Without a reason it left by itself."""
+        """Leave `member` out until it joins again; without a reason it left by itself."""
         self._remove(member)
         self._on_drop(member)
         if reason:

@@ -1,8 +1,7 @@
 """The learner's end of the weights wire. The loop calls `publish` on every rank after every optimizer step.
 
-Rank 0 (`Sender`) copies what it sends and returns; a thread brings the copy to the servers. The first replica's other
-ranks send their own rows (`row_rank.RowRank`) or take part in the gathering (`Follower`). `publish` waits for these
-ranks and, rarely, for a copy that a broken broadcast reads.
+Rank 0 copies what it sends and returns; a thread brings the copy to the servers. `publish` waits for the first
+replica's other ranks and, rarely, for a copy that a broken broadcast reads.
 """
 
 import asyncio
@@ -166,7 +165,7 @@ def _run(serve: Callable[[], Coroutine[Any, Any, None]], started: "Future[str]",
         with suppress(asyncio.CancelledError):
             asyncio.run(serve())
         ended.set_result(None)
-    except BaseException as error:  # the outermost boundary of the thread
+    except BaseException as error:  # outermost boundary
         log.exception("weights: the serving thread ended")
         ended.set_exception(error)
         if not started.done():

@@ -1,6 +1,6 @@
 """Rank 0's side of a round in which each rank sends its own rows.
 
-`send` is over once all ranks have sent, or one could not. A thread reads the other ranks' answers.
+`send` is over once all ranks have sent, or one could not. A thread reads their answers.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ CLOSE_S = 5.0
 
 
 class RowBroadcast:
-    """Takes the place of `broadcast.BroadcastGroup`. `group`: rank 0's own with the workers."""
+    """Replaces `broadcast.BroadcastGroup`. `group`: rank 0's own."""
 
     def __init__(self, group: BroadcastGroup, ranks: SendingRanks, timeout_s: float) -> None:
         self.backend, self._group, self._timeout_s = group.backend, group, timeout_s
@@ -47,13 +47,12 @@ class RowBroadcast:
         self._number = time.time_ns() >> 20
         self._sent: dict[int, asyncio.Future[None]] = {}
         self._deaf: set[int] = set()
-        """Ranks that have not got the present order, or refused it."""
+        """Ranks without the present order, or that refused it."""
         self._sums: dict[tuple[int, str, int], asyncio.Future[Sums]] = {}
         self._reader: threading.Thread | None = None
 
     @property
     def at_fault(self) -> bool:
-        """A rank of the learner is at fault."""
         return bool(self._deaf)
 
     @property

@@ -1,7 +1,7 @@
 """A rank other than 0 that sends its own rows.
 
-`publish` waits for rank 0, which chooses the copy. A thread reads rank 0's orders, and sends the rows of the ordered
-version or none: rows of two versions would pass every checksum.
+`publish` waits for rank 0, which chooses the copy. A thread sends the rows of the version in rank 0's order, or none:
+rows of two versions would pass every checksum.
 """
 
 import logging
@@ -25,11 +25,11 @@ from learner.weights.sender.mailbox import ANSWERS, ORDERS, Mailbox, SendingRank
 
 log = logging.getLogger(__name__)
 CLOSE_S = 30.0
-"""Longest wait for rank 0, which first brings the last version to the servers."""
+"""Longest wait for rank 0, which first brings the last version to servers."""
 
 
 class ShardedPolicy(ProbedPolicy, Protocol):
-    """A policy whose own rows can be read without communication."""
+    """A policy whose own rows need no communication."""
 
     def local_weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]: ...
 
@@ -37,7 +37,7 @@ class ShardedPolicy(ProbedPolicy, Protocol):
 def row_copies(
     specs: Sequence[Spec], config: WeightsConfig, device: torch.device, frozen: Collection[str], ranks: SendingRanks
 ) -> DoubleBuffer:
-    """The two copies of a rank's own rows."""
+    """Two copies of a rank's own rows."""
     size = bucket_bytes(config, ranks.number)
     plan = Plan.of(specs, size, frozen, ranks.number, ranks.replicated)
     return DoubleBuffer(plan, device, lambda before: RowPool(plan, ranks.rank, device, before))
@@ -133,7 +133,7 @@ class RowRank:
         try:
             with self._holding(order) as weights:
                 rows, columns = weights.sums(self.copies.plan.first(order.plan))
-        except LookupError:  # which `_send` reports; the version never comes back
+        except LookupError:  # `_send` reports it; the version never comes back
             return
         found = RowSums(
             rank=self._ranks.rank,
@@ -161,7 +161,7 @@ class RowRank:
             work()
         except dist.DistError:  # the learner ends as a whole
             log.warning("weights: rank 0 is out of reach")
-        except BaseException as error:  # the outermost boundary of the thread
+        except BaseException as error:  # outermost boundary
             log.exception("weights: a thread of rank %d ended", self._ranks.rank)
             if not self._failed.done():
                 self._failed.set_exception(error)
