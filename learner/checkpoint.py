@@ -1,7 +1,7 @@
 """Checkpoints: sharded, written while training goes on, complete or absent.
 
-A thread of each rank fills `checkpoints/v000100.tmp`. Once all ranks are done, rank 0 adds the Hugging Face export and
-a manifest, and renames the folder. Each public method is a collective.
+Ranks fill `checkpoints/v000100.tmp`; then rank 0 adds export and manifest, and renames it. Each public method is a
+collective.
 """
 
 import logging

@@ -1,5 +1,5 @@
 """Starts this node's ranks, passes signals on, and ends all if one fails. Nodes exchange signals and failures through
-the first node's store. The keeper restarts ranks, torch elastic does not."""
+the first node's store."""
 
 import logging
 import os

@@ -1,5 +1,5 @@
-"""Keeps groups that cannot be trained out of the steps: the buffer puts them into quarantine. A batch with which the
-learner ended before is tried group by group, so that the buffer knows the group at fault."""
+"""Puts groups that cannot be trained into quarantine. A batch with which the learner ended before is tried group by
+group, so that the buffer knows the group at fault."""
 
 import logging
 import time

@@ -1,7 +1,5 @@
-"""Ends all ranks if a collective outlives `learner.timeout_s`, and names the missing rank.
-
-Each watchdog reads torch's flight recorder, and shares through a store how many collectives its rank has begun.
-"""
+"""Ends all ranks if a collective outlives `learner.timeout_s`, and names the missing rank: torch's flight recorder has
+the collectives, and a store how many each rank has begun."""
 
 import json
 import logging

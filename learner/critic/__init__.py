@@ -1,1 +1,1 @@
-"""The critic of `algorithm.advantage: gae`: a second model that estimates the value of a state."""
+"""The critic of `algorithm.advantage: gae`: a second model, of values."""

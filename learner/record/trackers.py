@@ -1,6 +1,6 @@
-"""Experiment trackers for the records of `metrics.py`, each in its own thread on learner rank 0.
+"""Experiment trackers, each in its own thread on learner rank 0.
 
-A failure costs a warning, never the run. The learner ends without exit hooks, so `close` sends the rest.
+A failure costs a warning, never the run. The learner ends without exit hooks: `close` sends the rest.
 """
 
 import json

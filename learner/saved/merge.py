@@ -1,7 +1,5 @@
-"""`python -m learner merge CHECKPOINT OUT`: whole weights of a checkpoint with an adapter, as a Hugging Face folder.
-
-Computes in float32 and rounds once. Exit 2: bad input.
-"""
+"""`python -m learner merge CHECKPOINT OUT`: whole weights of a checkpoint with an adapter. Computes in float32 and
+rounds once. Exit 2: bad input."""
 
 import sys
 from collections.abc import Sequence

@@ -1,5 +1,5 @@
-"""Turns a row into tokens, and marks those that a server would have sampled. Answers are encoded apart, and end with
-the token at which it would stop."""
+"""Turns a row into tokens, and marks those that a server would have sampled: an answer, encoded apart, and the token at
+which it would stop."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,7 +1,7 @@
 """`python -m learner sft CONFIG`: fine-tunes on the demonstrations of `data.train`.
 
-Signals and exit codes are those of `python -m learner`; exit 4: the last checkpoint could not be written, or the steps
-no longer change anything.
+Signals and exit codes are those of `python -m learner`; exit 4: the last checkpoint could not be written, or steps
+change nothing.
 """
 
 import os

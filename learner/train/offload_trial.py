@@ -1,5 +1,5 @@
-"""Tries `learner.cpu_offload: optimizer` at the start: two layers must be trained bit for bit as without offloading, in
-one portion and in many. A collective of a second or two."""
+"""Tries `learner.cpu_offload: optimizer` at the start: it must train two layers bit for bit as without, in one portion
+and in many. A collective."""
 
 import gc
 import logging

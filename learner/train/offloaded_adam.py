@@ -1,5 +1,5 @@
 """AdamW with master weights and moments in host memory. A step updates portion after portion on the GPU by torch's
-fused AdamW, so the numbers are the same."""
+fused kernel: the same numbers."""
 
 from collections.abc import Callable
 from contextlib import nullcontext

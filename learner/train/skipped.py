@@ -9,7 +9,7 @@ log = logging.getLogger(__name__)
 MOST_SKIPPED = 20
 """Skipped steps in a row that end the run."""
 UNFIT_ADVANTAGES, TAUGHT = "advantages_unfit", "advantages_nonzero"
-"""Turns whose advantage is not finite; whose advantage is not zero."""
+"""Sums over turns: advantage not finite, advantage not zero."""
 
 
 NOTHING_LEFT = "the model gives every trained token the probability 1; end the run"

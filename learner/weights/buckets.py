@@ -16,7 +16,7 @@ from learner.weights.plan import Plan, Slot
 from learner.weights.protocol import Probe
 
 WORDS = 4128
-"""Words of 8 bytes per row of the checksum; a power of two would put columns into few places of a cache."""
+"""Words of 8 bytes per row of the checksum; a power of two would crowd columns into few places of a cache."""
 ROW = 8 * WORDS
 CACHED_ROWS = 16
 FACTOR = 0x9E3779B97F4A7C1
@@ -210,8 +210,8 @@ class PublishedPolicy:
 
 
 class DoubleBuffer:
-    """Two copies of the weights: one is filled while a broadcast may read the other. Where several ranks send, rank 0
-    chooses."""
+    """Two copies of the weights: one is filled while a broadcast may read the other. Rank 0 chooses for all that
+    send."""
 
     def __init__(
         self, plan: Plan, device: torch.device, allocate: Callable[[Any], PublishedWeights] | None = None

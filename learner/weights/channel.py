@@ -1,7 +1,7 @@
-"""The process group of a broadcast: a learner rank and all workers of some servers (docs/design/weights-wire.md).
+"""The process group of a broadcast: a learner rank and all workers of some servers.
 
-`connect` and `broadcast` wait at most `timeout_s` and raise ChannelError; over NCCL `abort`, from another thread, ends
-them early. After a failure the next channel has a new epoch.
+Waits end after `timeout_s` with ChannelError; over NCCL `abort`, from another thread, ends them early. A new epoch
+follows a failure. Why kernels cannot deadlock: docs/design/weights-wire.md.
 """
 
 import asyncio
@@ -170,7 +170,7 @@ class WorkerChannels:
         return broadcast_in_turn(list(zip(of, buckets, strict=True)), ahead)
 
     def abort(self) -> None:
-        """Each in a thread: an NCCL abort waits for kernels that may wait for another group."""
+        """Each in a thread: an abort waits for kernels that may wait for another group."""
         for channel in self._channels:
             channel.abort()
 
@@ -243,7 +243,7 @@ def backend_of(device: torch.device) -> str:
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """Run this thread's GPU work on its own stream, complete at the end of the block."""
+    """Run this thread's GPU work on its own stream, complete at the end."""
     if device.type != "cuda":
         yield
         return
@@ -255,7 +255,7 @@ def own_stream(device: torch.device) -> Iterator[None]:
 
 
 def in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
-    """Run `work` in a daemon thread, so that a stuck collective does not block the exit."""
+    """Run `work` in a daemon thread, which does not block the exit."""
 
     def run(future: Future[T]) -> None:
         try:

@@ -1,7 +1,5 @@
-"""The plan of the weights wire: which tensor lies where in which bucket. Both ends compute it.
-
-Tensors keep their order (vLLM loads layer by layer) and are never split. Frozen weights come first and are sent once.
-"""
+"""The plan of the weights wire: which tensor lies where in which bucket. Both ends compute it. Tensors keep their
+order, since vLLM loads layer by layer; frozen ones come first."""
 
 import hashlib
 from collections.abc import Collection, Iterable
@@ -38,8 +36,8 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Slots in order, and the bytes of each bucket. The first `frozen` buckets are never trained. Each of `ranks` sends
-    its rows of every tensor but `replicated`."""
+    """Slots in order, and the bytes of each bucket, of which the first `frozen` are never trained. Each of `ranks`
+    sends its rows of all but `replicated`."""
 
     slots: tuple[Slot, ...]
     sizes: tuple[int, ...]

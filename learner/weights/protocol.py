@@ -44,8 +44,6 @@ MAX_BYTES = 64 << 20
 FROM_SERVERS = {zmq.MAXMSGSIZE: 1 << 16, zmq.RCVHWM: 64, zmq.SNDHWM: 256}
 """Bounds the memory that a server takes from the learner."""
 
-# from a server
-
 
 class Join(Message):
     """Admit this server. `session` and `version`: the weights it runs."""
@@ -103,9 +101,6 @@ class Failed(Message):
 class Leave(Message): ...
 
 
-# from the learner
-
-
 class TensorSpec(Message):
     """One tensor of the plan. Example: `TensorSpec(name="model.norm.weight", shape=[64], dtype="bfloat16")`"""
 
@@ -119,7 +114,6 @@ class ServerWelcome(Message):
 
     tensors: Many[TensorSpec]
     frozen: Many[LongName] = Field(default_factory=list)
-    """Weights that are sent once."""
     bucket_bytes: Count
     ranks: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
     replicated: Many[LongName] = Field(default_factory=list)
@@ -138,7 +132,7 @@ class Offer(Message):
 
 
 class Checksums(Message):
-    """The learner's checksum of each bucket."""
+    """The learner's, of each bucket."""
 
     round: Count
     checksums: Many[Checksum]
@@ -231,7 +225,7 @@ class SendRows(Message):
 
 
 class GiveUp(Message):
-    """From rank 0: all groups up to `epoch` are given up."""
+    """From rank 0: groups up to `epoch` are given up."""
 
     epoch: Count
 

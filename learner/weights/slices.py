@@ -16,8 +16,8 @@ Copies = list[tuple[list[torch.Tensor], list[torch.Tensor]]]
 
 
 class Region(NamedTuple):
-    """A view of the published tensor `name`, in elements. Half of the columns of an 8 x 4 matrix: `Region("w", 2, (8,
-    2), (4, 1))`."""
+    """A view of the tensor `name`, in elements. Half of the columns of an 8 x 4 matrix: `Region("w", 2, (8, 2), (4,
+    1))`."""
 
     name: str
     offset: int

@@ -1,7 +1,7 @@
-"""A rollout server's end of the weights wire, in the front process's event loop.
+"""A rollout server's end of the weights wire, in its front process.
 
-`policies` yields each version that the workers have received and verified, or receive during `load`. A silent learner
-is sought at the buffer (`where`) and at its old address.
+`policies` yields each version that the workers have verified, or receive during `load`. A silent learner is sought at
+the buffer (`where`) and at its old address.
 """
 
 import asyncio
@@ -25,8 +25,7 @@ from learner.weights.receiver.workers import Workers, next_report
 
 log = logging.getLogger(__name__)
 STUCK = 3.0
-"""Timeouts after which a server ends whose workers hang in a given-up round: group, first step and bucket may take one
-each."""
+"""Timeouts after which a server with hanging workers ends: group, first step and bucket may take one each."""
 
 
 class Receiver:

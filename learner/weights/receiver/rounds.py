@@ -5,7 +5,7 @@
     LOADING    verified: the rollout loop loads it
     CLEARING   given up, but workers may still write to their buckets
 
-The newest offer that comes in LOADING or CLEARING waits until the buckets are free.
+The newest offer in LOADING or CLEARING waits until the buckets are free.
 """
 
 from collections.abc import Callable

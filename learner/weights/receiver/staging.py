@@ -1,9 +1,5 @@
-"""A vLLM worker's end of the weights wire: receives buckets in a thread, on its own CUDA stream.
-
-Mode `full` receives a copy of all weights while generation goes on, `slices` a copy of what this worker loads; `bucket`
-loads each bucket as it arrives, while the engine is paused. Only `prepare` allocates: a round waits for the buckets of
-a broken one.
-"""
+"""A vLLM worker's end of the weights wire: receives buckets in a thread, on its own CUDA stream, as `weights.staging`
+says (docs/design/weights-wire.md). Only `prepare` allocates: a round waits for the buckets of a broken one."""
 
 import logging
 import threading
@@ -86,8 +82,8 @@ class Staging:
         self._read: torch.cuda.Event | None = None
 
     def prepare(self, welcome: bytes, wanted: str) -> tuple[str, str, str]:
-        """Allocate room for a packed ServerWelcome's plan. Returns the digests of all and of trained weights, and the
-        mode. Raises ValueError."""
+        """Allocate for a packed ServerWelcome. Returns the digests of all and of trained weights, and the mode. Raises
+        ValueError."""
         message = unpack(welcome, TO_SERVER)
         assert isinstance(message, ServerWelcome)
         specs = [Spec(tensor.name, tuple(tensor.shape), dtype_of(tensor.dtype)) for tensor in message.tensors]

@@ -1,7 +1,5 @@
-"""A version received straight into place while the engine is paused, without room for a copy.
-
-A broken broadcast leaves weights of two versions, so `load` waits for the next round.
-"""
+"""A version received straight into place while the engine is paused. A broken broadcast leaves weights of two versions,
+so `load` waits for the next round."""
 
 import asyncio
 import time

@@ -70,7 +70,7 @@ class BroadcastGroup:
 
 
 def whole_checksums(policy: PublishedPolicy, copies: DoubleBuffer, digest: str) -> asyncio.Future[list[int]]:
-    """Compute the checksums of a whole copy in a thread."""
+    """Compute a whole copy's checksums in a thread."""
 
     def compute() -> list[int]:
         with copies.reading(policy) as weights:

@@ -1,5 +1,4 @@
-"""Weights as files in a shared folder, for servers that no broadcast reaches. A visible folder is complete. Frozen
-weights have their own."""
+"""Weights as files in a shared folder, for servers that no broadcast reaches. A visible folder is complete."""
 
 import asyncio
 import os

@@ -1,4 +1,4 @@
-"""Messages between the ranks that send rows, over the store in which they have met. It asks for no key."""
+"""Messages between the ranks that send rows, over the store of all ranks. It asks for no key."""
 
 import threading
 from collections.abc import Callable, Iterator

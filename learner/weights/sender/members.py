@@ -116,7 +116,7 @@ class Members:
         return self._read(), self._watch(), self._beat(), self._keep_files(), self.clock.tick()
 
     async def _keep_files(self) -> None:
-        """Close connections without a Join while open files are scarce."""
+        """Close connections without a Join when open files are scarce."""
         while True:
             await asyncio.sleep(FILES_S)
             self._limits.keep_files()
@@ -126,7 +126,7 @@ class Members:
         self._send(member.route, message)
 
     def drop(self, member: Member, reason: str) -> None:
-        """Leave `member` out until it joins again; without a reason it left by itself."""
+        """Leave `member` out until it joins again. No reason: it left."""
         self._remove(member)
         self._on_drop(member)
         if reason:

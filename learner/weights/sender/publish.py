@@ -1,8 +1,6 @@
-"""The learner's end of the weights wire. The loop calls `publish` on every rank after every optimizer step.
-
-Rank 0 copies what it sends and returns; a thread brings the copy to the servers. `publish` waits for the first
-replica's other ranks and, rarely, for a copy that a broken broadcast reads.
-"""
+"""The learner's end of the weights wire. `publish`, which the loop calls on every rank after every optimizer step,
+copies the policy; a thread of rank 0 brings the copy to the servers. It waits for the other ranks and, rarely, for a
+copy that a broken broadcast reads."""
 
 import asyncio
 import logging
@@ -119,7 +117,7 @@ class Sender:
         self.address: str = started.result()
 
     def publish(self, policy: Any, version: int) -> None:
-        """Copy `version` of the policy and return. Raises what ended the background thread."""
+        """Copy `version` of the policy. Raises what ended the background thread."""
         if self._ended.done():
             self._ended.result()
             raise RuntimeError("the weights wire is closed")
@@ -143,7 +141,7 @@ class Sender:
         return self._published | self._distributor.stats()
 
     def close(self, drain_s: float = 0.0) -> None:
-        """Wait up to `drain_s` until every server has the newest version, and close."""
+        """Wait up to `drain_s` until every server has the newest version."""
         if drain_s and not self._ended.done():
             with suppress(TimeoutError):
                 asyncio.run_coroutine_threadsafe(self._distributor.drained(), self._loop).result(drain_s)

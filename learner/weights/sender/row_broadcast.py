@@ -1,7 +1,5 @@
-"""Rank 0's side of a round in which each rank sends its own rows.
-
-`send` is over once all ranks have sent, or one could not. A thread reads their answers.
-"""
+"""Rank 0's side of a round in which each rank sends its own rows. `send` ends with the last rank, or the first that
+cannot."""
 
 import asyncio
 import threading

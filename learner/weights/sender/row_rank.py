@@ -1,8 +1,5 @@
-"""A rank other than 0 that sends its own rows.
-
-`publish` waits for rank 0, which chooses the copy. A thread sends the rows of the version in rank 0's order, or none:
-rows of two versions would pass every checksum.
-"""
+"""A rank other than 0 that sends its own rows. A thread sends the version that rank 0 orders, or nothing: rows of two
+versions would pass every checksum."""
 
 import logging
 import threading
@@ -25,7 +22,7 @@ from learner.weights.sender.mailbox import ANSWERS, ORDERS, Mailbox, SendingRank
 
 log = logging.getLogger(__name__)
 CLOSE_S = 30.0
-"""Longest wait for rank 0, which first brings the last version to servers."""
+"""Longest wait for rank 0, which brings the last version to servers."""
 
 
 class ShardedPolicy(ProbedPolicy, Protocol):

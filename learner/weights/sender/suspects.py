@@ -1,5 +1,4 @@
-"""Leaves out members that were ready for a round and did not answer, longer each time: a silent member of a broadcast
-costs all others the timeout."""
+"""Leaves out members that were ready and did not answer, longer each time: each costs all others the timeout."""
 
 from collections.abc import Callable
 
