@@ -143,7 +143,7 @@ def image_format(config: Config) -> ImageFormat | None:
 def train(
     config: Config, device: torch.device, phases: StartPhases, form: ImageFormat | None = None
 ) -> Finished | None:
-    """Run the loop; returns how the run ended before its last version."""
+    """Run the loop; returns how it ended before the last version."""
     path, versions = config.run.path, config.run.versions
     buffer_keys = client_keys_for(config.buffer.address, path, "learner")
     with process_group(config, device) as mesh, ExitStack() as parts:

@@ -55,7 +55,7 @@ class NoDiskSpace(RuntimeError):
 
 
 class Checkpoints:
-    """One checkpoint every `checkpoint_every` versions and at version `versions`, which is exported."""
+    """One checkpoint every `checkpoint_every` versions; the last is exported."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Checkpoints:
         self._base: str | None = None
 
     def restore(self, policy: Policy) -> int:
-        """Load the newest undamaged checkpoint; returns its version, or 0."""
+        """Load the newest undamaged checkpoint; returns its version or 0."""
         version = self._last = self.ranks.newest_sound()
         if version == 0:
             log.info("no checkpoint in %s: version 0, the initial model", self.folder)

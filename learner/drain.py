@@ -1,4 +1,4 @@
-"""Ends a run after a signal, once the current version is saved."""
+"""Ends a run after a signal, once the version is saved."""
 
 import os
 import signal

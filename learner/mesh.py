@@ -27,14 +27,14 @@ log = logging.getLogger(__name__)
 MEET_S = 300.0
 AGAIN_S = 0.5
 THERE_IS_A_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""torch's variable: `True` if a store already listens."""
+"""torch's variable: `True` if a store listens."""
 UNSET = "unset RANK and WORLD_SIZE if a pod or shell has left them"
 
 
 @contextmanager
 def process_group(config: Config, device: torch.device) -> Iterator[DeviceMesh]:
-    """Start the default process group and yield its mesh. Raises ConfigError. The group of a failed rank is not
-    destroyed: it just exits."""
+    """Start the default process group and yield its mesh. Raises ConfigError. A failed rank does not destroy the group:
+    it just exits."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=config.learner.timeout_s + watchdog.TORCH_LATER_S)
     watchdog.enable_flight_recorder()
@@ -52,7 +52,7 @@ def process_group(config: Config, device: torch.device) -> Iterator[DeviceMesh]:
 
 
 def meet(environment: Mapping[str, str], limit_s: float = MEET_S) -> tuple[Store, int]:
-    """Wait for all ranks; returns the store and this rank. Raises ConfigError."""
+    """Wait for all ranks; returns store and rank. Raises ConfigError."""
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     host, port, timeout = environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), timedelta(seconds=limit_s)
     hosts = rank == 0 and environment.get(THERE_IS_A_STORE) != "True"
@@ -95,7 +95,7 @@ def open_store(host: str, port: int) -> TCPStore:
 
 
 def wait_for(host: str, port: int, limit_s: float) -> str:
-    """Wait for a listener; returns why there is none. torch alone would print stack frames."""
+    """Wait for a listener; returns why there is none. torch alone prints stack frames."""
     end, why = time.monotonic() + limit_s, "no answer"
     while (left_s := end - time.monotonic()) > 0:
         try:
@@ -112,7 +112,7 @@ def ranks_of_node(learner: LearnerConfig, world: int, environment: Mapping[str, 
 
 
 def make_mesh(device_type: str, shard: int) -> DeviceMesh:
-    """The mesh of all ranks; `shard` of them share one copy."""
+    """The mesh of all ranks; `shard` ranks share a copy."""
     world = dist.get_world_size()
     if shard == world:  # (1, world): over groups of one rank NCCL's mean may be wrong
         return init_device_mesh(device_type, (world,), mesh_dim_names=("shard",))
@@ -125,7 +125,7 @@ def shards(mesh: DeviceMesh) -> int:
 
 
 def default_store(prefix: str) -> Store:
-    """The ranks' store over a connection of its own, which waits may block."""
+    """The ranks' store over its own connection, which waits may block."""
     return PrefixStore(prefix, _get_default_store().clone())  # type: ignore[attr-defined]
 
 

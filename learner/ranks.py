@@ -28,14 +28,14 @@ from learner.mesh import MEET_S, THERE_IS_A_STORE, UNSET, open_store, wait_for
 log = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 LAST_S = 30.0
-"""Time for ranks to end by themselves after those of another node."""
+"""Time for ranks to end after those of another node."""
 REACHED_S = 10.0
 MEETING = ("MASTER_ADDR", "MASTER_PORT")
 
 
 def from_slurm(learner: LearnerConfig, environment: Mapping[str, str]) -> dict[str, str]:
-    """torchrun's variables from srun's, if srun has started this process. Raises ConfigError."""
-    told = {"RANK", "NODE_RANK", PROGRESS}  # a keeper sets PROGRESS; it may run in a task of srun
+    """torchrun's variables from srun's, if it has started this process. Raises ConfigError."""
+    told = {"RANK", "NODE_RANK", PROGRESS}  # a keeper, perhaps in a task of srun, sets PROGRESS
     if "SLURM_STEP_NUM_TASKS" not in environment or environment.keys() & told:
         return {}
     remedy = "unset SLURM_STEP_NUM_TASKS if srun has not started this process"
@@ -124,7 +124,7 @@ def number(name: str, environment: Mapping[str, str], least: int, most: int | No
 
 
 def unreachable(host: str, port: int, limit_s: float = REACHED_S) -> str:
-    """Why other ranks would not reach rank 0, if so."""
+    """Why other ranks would not reach rank 0."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         with socket.create_server((host, port), family=family) as listener:
@@ -170,7 +170,7 @@ def start(argv: Sequence[str], learner: LearnerConfig, environment: Mapping[str,
         node.tell("signal", number, signals.count)
 
     node.follow(pass_on)
-    # elastic's own handlers would give the ranks only 30 s
+    # elastic's own handlers give ranks only 30 s
     with (signals := StopSignals(drain=on_signal, force=on_signal)):
         result = context.wait(period=0.2)
     assert result is not None, "waited without timeout"
@@ -191,7 +191,7 @@ def start(argv: Sequence[str], learner: LearnerConfig, environment: Mapping[str,
 
 
 class Node:
-    """One node, which learns of the others' signals and failures."""
+    """This node, which learns of the others' signals and failures."""
 
     def __init__(self, learner: LearnerConfig, environment: Mapping[str, str]) -> None:
         self.number, self.nodes = int(environment.get("NODE_RANK", 0)), learner.nodes
@@ -217,7 +217,7 @@ class Node:
             before, self._level = self._level, max(level, self._level)
             if before < 2 <= level:
                 self.forced_by = number
-            for count in range(before, level):  # ranks ignore a repeated SIGTERM, which may be a duplicate
+            for count in range(before, level):  # ranks ignore a repeated SIGTERM as a duplicate
                 pass_on(FORCING if count else number)
 
     def tell(self, *words: object) -> None:

@@ -21,7 +21,7 @@ PLAIN = 256
 
 
 def own_part(config: Config, policy: Policy, budget: int, vocabulary: int, part: int, number: int) -> Part | None:
-    """This rank's part, or None where there is no rehearsal."""
+    """This rank's part; None without a rehearsal."""
     if policy.device.type == "cpu" or policy.sight is not None or policy.replayed is not None:
         return None
     return made_up(config, budget, vocabulary, part, number, policy.sharing.prompts)

@@ -30,7 +30,7 @@ RECORDER = "TORCH_FR_BUFFER_SIZE"
 TORCH_LATER_S = 15.0
 """torch's own timeout expires this much later."""
 ANSWER_S = 10.0
-"""If the store answers later, each rank ends by itself."""
+"""If the store answers later, each rank ends itself."""
 Note = dict[str, Any]
 """Collectives `begun` by group, `where` the rank is, `at` which Unix time."""
 
@@ -57,7 +57,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
-        if self.world > 1:  # a wait may block the default store's connection
+        if self.world > 1:  # waits may block the default store's connection
             self._store = PrefixStore("watchdog", _get_default_store().clone())  # type: ignore[attr-defined]
             self._thread.start()
         return self
@@ -90,7 +90,6 @@ class Watchdog:
         return bool(self._store.check(["verdict"]))
 
     def _ask(self, work: Callable[[], T]) -> T | None:
-        """None if the store is silent."""
         try:
             if self._asked.done():
                 self._asked = self._asker.submit(work)
@@ -154,7 +153,7 @@ def flight_record(active: bool = True) -> dict[str, Any]:
 
 
 def current_line(thread: int | None) -> str:
-    """A thread's innermost line outside of installed packages: `learner/train/step.py:80 backward`."""
+    """A thread's innermost line of ours: `learner/train/step.py:80 backward`."""
     frame = sys._current_frames().get(thread or 0)
     if frame is None:
         return "nowhere"
@@ -192,6 +191,6 @@ def verdict(
 
 
 def members(entry: dict[str, Any]) -> list[int]:
-    """The ranks of a collective's group; empty for other groups."""
+    """Ranks of a collective's group; empty for other groups."""
     name, groups = entry["process_group"][0], _world.pg_group_ranks  # a group of other ranks is a number here
     return next((sorted(ranks) for group, ranks in groups.items() if getattr(group, "group_name", "") == name), [])

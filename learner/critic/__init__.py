@@ -1,1 +1,1 @@
-"""The critic of `algorithm.advantage: gae`: a second model, of values."""
+"""The critic of `algorithm.advantage: gae`: a second model, which estimates values."""

@@ -56,7 +56,7 @@ class Metrics:
             self._spans[name] = self._spans.get(name, 0.0) + self.clock() - start
 
     def log(self, version: int, stats: Mapping[str, float]) -> None:
-        """Record `version`, which the batch of `stats` made."""
+        """Record `version`, made by the batch of `stats`."""
         record = self.record(version, stats)
         if self.path is None:
             return
@@ -92,7 +92,7 @@ class Metrics:
         return [int(record["eval/due"]) for record in found if record.get("version", 0) <= version]
 
     def _write(self, path: Path, version: int, record: Record) -> None:
-        """The first time removes records of `version` and later ones."""
+        """The first call removes records of `version` and later ones."""
         with self._writing:
             if not self._opened:
                 self._truncate(path, version)

@@ -35,7 +35,7 @@ def collect(policy: Policy) -> dict[str, Tensor]:
 
 
 def in_files(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A weight as PROVEN models' files have it: experts one by one."""
+    """A weight as in PROVEN models' files: experts one by one."""
     layer, _, kind = name.rpartition(".experts.")
     if kind not in FUSED or not layer:
         yield name, weight

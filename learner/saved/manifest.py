@@ -68,7 +68,7 @@ def reward_of(checkpoint: Path) -> float | None:
 
 
 def adapter_of(checkpoint: Path) -> AdapterOf | None:
-    """What a checkpoint's adapter was trained beside; None: whole weights. Raises OSError or ValueError."""
+    """What the adapter was trained beside; None: whole weights. Raises OSError or ValueError."""
     try:
         found = manifest_of(checkpoint).get("adapter")
         return AdapterOf.model_validate(found) if found else None

@@ -1,4 +1,4 @@
-"""The ranks that write checkpoints: all, or with `checkpoint_on: first_node` the first replica. Each method is a
+"""The ranks that write checkpoints: all, or the first replica (`checkpoint_on: first_node`). Each method is a
 collective."""
 
 import logging
@@ -31,7 +31,7 @@ class SavingRanks:
         self.writers = dist.new_group(list(range(shards)), backend="gloo") if self.by_first else self.group
 
     def check_folder(self) -> None:
-        """Raise ConfigError unless all ranks see rank 0's files, where they must."""
+        """Raise ConfigError unless all ranks see rank 0's files, if they must."""
         if self.by_first or dist.get_world_size() == 1:
             return
         rank, marker = dist.get_rank(), self.folder / f"{MARKER}{broadcast_from_rank0(time.time_ns())}"

@@ -77,7 +77,7 @@ class SummedFiles(FileSystem):
 
 
 class Writer(_FileSystemWriter):
-    """torch's writer. Its public subclass copies the state in another way than `async_save`."""
+    """torch's writer, whose public subclass copies the state otherwise than `async_save`."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -85,7 +85,7 @@ class Writer(_FileSystemWriter):
 
 
 class Uncopied(AsyncStager):
-    """The state is too large to copy, and nobody changes it meanwhile."""
+    """The state is too large to copy, and nobody changes it."""
 
     _synchronize_after_execute = False
 

@@ -57,7 +57,7 @@ class AnswerSteps:
         }  # fmt: skip
 
     def _backward(self, policy: Policy, placed: list, trained: int) -> tuple[Tensor, Tensor | None]:
-        """-log p over all ranks, [] float64, and this rank's router tally."""
+        """-log p over all ranks, [] float64, and this rank's tally."""
 
         def chunk_loss(logprobs: Tensor, entropy: Tensor, chunk: slice) -> Tensor:
             return -logprobs.sum() / trained

@@ -78,7 +78,7 @@ class AnswerReader:
         self.prompts.close()
 
     def texts(self, row: Mapping[str, Any]) -> list[TrainedText]:
-        """One text, or more where the template rewrites earlier turns. Raises PromptError."""
+        """One text, or more if the template rewrites earlier turns. Raises PromptError."""
         for name, remedy in UNREAD.items():
             if row.get(name):
                 raise PromptError(f"the row has {name}, which supervised fine-tuning does not read; {remedy}")

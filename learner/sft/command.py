@@ -51,7 +51,7 @@ PROG = "python -m learner sft"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit code. `argv`: without the word `sft`."""
+    """Returns the exit code. `argv` lacks the word `sft`."""
     config = read(argv, PROG, lambda config: check_sft(config, rows=count_rows(config.data.train)))
     try:
         os.environ.update(ranks.from_slurm(config.learner, os.environ))
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def known(config: Config) -> Config:
-    """Bound `sft.max_tokens` by the model's positions. Raises ConfigError for models with images."""
+    """Bound `sft.max_tokens` by the model's positions. Raises ConfigError."""
     model = loading.read_config(config.model)
     if sees(model):
         problem = "reads images, and supervised fine-tuning trains text alone"
@@ -135,7 +135,7 @@ def tune(given: Config, config: Config, device: torch.device) -> None:
 
 
 def read_all(config: Config) -> tuple[Demonstrations, dict[str, Demonstrations]]:
-    """Trained rows, and held-out sets. Raises ConfigError. A collective."""
+    """Trained rows and held-out sets. Raises ConfigError. A collective."""
     reader = reader_of(config)
     try:
         found = {

@@ -29,7 +29,7 @@ LEAST_SAVED = 0.03
 
 @dataclass(frozen=True)
 class Document:
-    """A segment of a sample, which attention sees as a text by itself."""
+    """A segment of a sample: to attention a text by itself."""
 
     row: int
     columns: Sequence[np.ndarray]
@@ -50,7 +50,7 @@ class Document:
 
 
 class Turns(NamedTuple):
-    """A rank's turns. A sample without rewards of turns has its reward in the last."""
+    """A rank's turns. A sample's last turn has its reward, if turns have none."""
 
     rows: np.ndarray
     rewards: np.ndarray
@@ -87,7 +87,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Tree:
-    """Documents that each go on from the one before (`trees.py`)."""
+    """Documents that each go on from the one before."""
 
     documents: Sequence[Document]
     joined: Sequence[int]
@@ -113,7 +113,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class Batch:
-    """A rank's microbatches, and a row per sample of the whole batch."""
+    """A rank's microbatches, and a row per sample of the batch."""
 
     version: int
     rows: SampleRows
@@ -154,7 +154,7 @@ class Batch:
 
 
 class Opened(NamedTuple):
-    """A rank's part, decoded. `sizes`: each unit's share of the budget."""
+    """A rank's part, decoded. `sizes`: budget of each unit."""
 
     part: Part
     units: Sequence[Unit | Tree]
@@ -244,7 +244,7 @@ def teachers_of(samples: Sequence[Sample], rows: Sequence[int]) -> dict[int, str
 
 
 def teacher_kl(samples: Sequence[Sample]) -> dict[str, tuple[float, int]]:
-    """By teacher the sum of log mu - log q, and the sampled tokens."""
+    """Sum of log mu - log q and sampled tokens, by teacher."""
     found = dict[str, tuple[float, int]]()
     for sample in samples:
         if sample.teacher_logprobs is not None:

@@ -54,7 +54,7 @@ class OffloadedAdamW(AdamW):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Copies into the same host memory; torch would bring it to the GPU in the parameters' dtype."""
+        """Copies into the same host memory; torch would copy to the GPU, in the parameters' dtype."""
         keys = (key for group in state_dict["param_groups"] for key in group["params"])
         for key, parameter in zip(keys, self._parameters, strict=True):
             for name, value in state_dict["state"][key].items():

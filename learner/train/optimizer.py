@@ -41,7 +41,7 @@ class Optimizer:
         return self.config.lr * (FLOOR + (1 - FLOOR) * decay[self.config.schedule])
 
     def update(self, version: int) -> dict[str, float]:
-        """Apply and clear the gradients; metrics are the same on all ranks. A collective."""
+        """Apply and clear the gradients; all ranks have the same metrics. A collective."""
         parameters = [p for group in self.adamw.param_groups for p in group["params"]]
         norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -75,7 +75,7 @@ class Optimizer:
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def restore_options(self) -> None:
-        """Take betas, eps and weight decay from the run file again."""
+        """Take betas, eps and weight decay from the run file."""
         for group in self.adamw.param_groups:
             group.update({name: self.adamw.defaults[name] for name in ("betas", "eps", "weight_decay")})
 

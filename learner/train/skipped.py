@@ -74,7 +74,7 @@ class SkippedSteps:
 
 
 def why_skipped(rewards: tuple[float, float], metrics: Mapping[str, float], sums: Mapping[str, float]) -> str:
-    """Cause and remedy of a gradient that is not finite."""
+    """Why the gradient is not finite, and the remedy."""
     if sums[UNFIT_ADVANTAGES]:
         least, largest = rewards
         return (
@@ -89,7 +89,7 @@ def why_skipped(rewards: tuple[float, float], metrics: Mapping[str, float], sums
 
 
 def why_zero(sums: Mapping[str, float]) -> str:
-    """Cause and remedy of a zero gradient."""
+    """Why the gradient is zero, and the remedy."""
     if sums[TAUGHT]:
         return "the loss masks every token; widen its bounds, or lower batch.max_staleness"
     return (

@@ -76,7 +76,7 @@ class Algorithm:
         self.forward = self.by_chunk if is_tokenwise(config) else self.at_once
 
     def step(self, policy: Policy, part: Part) -> dict[str, float]:
-        """Train on this rank's `part`; metrics are the same on all ranks. A collective. Raises StepsSkipped."""
+        """Train on this rank's `part`; all ranks have the same metrics. A collective. Raises StepsSkipped."""
         self.skipped.check()
         times = [time.perf_counter()]
         batch = self.pack(policy, part)
@@ -158,7 +158,7 @@ class Algorithm:
         return combine(sums) | {name: turns.double().sum() for name, turns in taught.items()}
 
     def backward_of(self, policy: Policy, microbatch: Microbatch, shared: dict[str, Any]) -> dict[str, Tensor]:
-        """Add one microbatch's gradient without synchronising with the GPU, whose queue must not run empty."""
+        """Add one microbatch's gradient without waiting for the GPU, whose queue must not run empty."""
         if self.reference:
             unrouted = replace(microbatch, routes=None)  # the routes are the policy's
             shared = shared | {"reference": self.reference.score(unrouted)}
@@ -175,8 +175,7 @@ class Algorithm:
         return loss + 0.0 * logprobs.sum(), sums  # a dummy's loss must depend on every parameter
 
     def by_chunk(self, policy: Policy, microbatch: Microbatch, context: LossContext, top: TopTokens | None) -> Result:
-        """A tokenwise loss, differentiated in the head's chunks. The sums, which take many kernels, are computed
-        once."""
+        """A tokenwise loss, differentiated in the head's chunks; its sums, of many kernels, are computed once."""
         loss, scored = self.loss, context.select(microbatch.predicted)
 
         def chunk_loss(logprobs: Tensor, entropy: Tensor, chunk: slice | Tensor) -> Tensor:
@@ -201,7 +200,7 @@ class Algorithm:
 
     def shared_context(self, batch: Batch, device: torch.device, counts: bool = True) -> dict[str, Any]:
         """Fields of `LossInputs` of the whole batch: [samples]. `advantages` and TEACHER_WEIGHTS are of this rank's
-        turns or, by a critic, tokens."""
+        turns, a critic's `advantages` of its tokens."""
         _, item, sampled, _ = _tensors(batch.rows)
         _, group = item.unique(return_inverse=True)
         group_tokens = torch.zeros(int(group.max()) + 1, dtype=torch.int64).index_add_(0, group, sampled)

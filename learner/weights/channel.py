@@ -33,7 +33,7 @@ NCCL_SETTINGS = {
 
 
 class ChannelError(RuntimeError):
-    """The group did not form, broke or timed out. `absent`: missing ranks."""
+    """The group did not form, or broke. `absent`: missing ranks."""
 
     def __init__(self, what: str, absent: Sequence[int] = ()) -> None:
         super().__init__(what)
@@ -182,10 +182,10 @@ class WorkerChannels:
 def broadcast_in_turn(messages: Sequence[tuple[Channel, torch.Tensor]], ahead: int | None = None) -> Iterator[int]:
     """Send (rank 0) or fill (other ranks) buckets, at most `ahead` beyond the one yielded.
 
-    Yields the index of each complete bucket, on a GPU complete for this thread's stream, and at the end for everybody.
-    With `ahead` 1 two buffers are enough.
+    Yields each complete bucket's index: complete for this thread's GPU stream, and at the end for everybody. With
+    `ahead` 1 two buffers are enough.
     """
-    if not messages:  # a rank without rows: workers do not wait for it either
+    if not messages:  # a rank without rows, for which no worker waits
         return
     channels = list(dict.fromkeys(channel for channel, _ in messages))
     # so that this thread destroys them, which takes a while

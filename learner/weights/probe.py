@@ -1,5 +1,5 @@
-"""The probe: a fixed text on whose log-probabilities learner and server must agree. Behind a picture, for a model that
-sees."""
+"""The probe: a fixed text on whose log-probabilities learner and server must agree. For a model that sees, a picture
+comes first."""
 
 import random
 from collections.abc import Collection, Iterator, Sequence
@@ -68,7 +68,7 @@ class Prober:
 
 
 def tokens_of(tokenizer: Any, longest: int, text: str = TEXT, without: Collection[int] = ()) -> list[int]:
-    """`text` as at most `longest` tokens; random ones if the tokenizer does not know it. Servers sample one token
+    """`text` as at most `longest` tokens; random ones for a tokenizer that does not know it. Servers sample one
     more."""
     tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)[:PROBE_TOKENS]
     if len(set(tokens)) < PROBE_TOKENS // 8:
@@ -78,7 +78,7 @@ def tokens_of(tokenizer: Any, longest: int, text: str = TEXT, without: Collectio
 
 
 def shown_tokens(tokenizer: Any, longest: int, form: ImageFormat) -> tuple[list[int], SeenImage]:
-    """At most `longest` tokens of a probe with a picture, and the picture. Raises ConfigError."""
+    """Tokens of a probe with a picture, at most `longest`, and the picture. Raises ConfigError."""
     high, wide = (form.side or sides * form.factor for sides in PICTURE)
     picture = draw(form, high, wide)
     before = [form.vision_start, *[form.image_token] * picture.num_tokens, form.vision_end]

@@ -38,7 +38,7 @@ from buffer.wire.message import (
 
 PROTOCOL = 7
 BEATS = 5
-"""Missed heartbeats after which a peer counts as dead."""
+"""Missed heartbeats before a peer counts as dead."""
 MAX_BYTES = 64 << 20
 """A ServerWelcome with 10^5 tensors stays below."""
 FROM_SERVERS = {zmq.MAXMSGSIZE: 1 << 16, zmq.RCVHWM: 64, zmq.SNDHWM: 256}
@@ -65,7 +65,7 @@ class Ready(Message):
 
 
 class Hold(Message):
-    """The server evaluates, and takes no newer version until Release."""
+    """The server evaluates: no newer version until Release."""
 
     round: Count
 
@@ -91,7 +91,7 @@ class Loaded(Message):
 
 
 class Failed(Message):
-    """`fatal`: the weights are wrong, and the server exits."""
+    """`fatal`: the weights are wrong; the server exits."""
 
     round: Count
     reason: Text
@@ -202,7 +202,7 @@ class KeepAlive(Message): ...
 
 
 class Staged(Message):
-    """From a worker to its front process, once its round ends."""
+    """From a worker to its front process, after its round."""
 
     round: Count
     checksums: Many[Checksum] = Field(default_factory=list)
@@ -215,7 +215,7 @@ class Staged(Message):
 
 
 class SendRows(Message):
-    """From rank 0: send your rows of `version` in `source`."""
+    """From rank 0: send your rows in `source`."""
 
     number: Count
     version: Count
@@ -302,7 +302,7 @@ def router(
 
 
 def dealer(context: zmq.asyncio.Context, address: str, keys: ClientKeys) -> zmq.asyncio.Socket:
-    """A server's socket, for a learner with the run's key."""
+    """A server's socket to a learner with the run's key."""
     socket = context.socket(zmq.DEALER)
     _limit(socket)
     identify(socket, keys, address)

@@ -48,7 +48,7 @@ def bucket_bytes(config: WeightsConfig, ranks: int) -> int:
 
 
 def rows_of(rows: int, ranks: int, rank: int) -> range:
-    """The rows of a tensor that FSDP2 gives to `rank`."""
+    """The rows of a tensor that FSDP2 gives `rank`."""
     each = -(-rows // ranks)
     return range(min(rank * each, rows), min((rank + 1) * each, rows))
 
@@ -93,7 +93,7 @@ def _rows(target: int, size: int) -> int:
 
 
 class RowPool:
-    """The shares that `rank` sends. `beside`: a pool with the same frozen shares."""
+    """The shares that `rank` sends. `beside`: a pool with the same frozen ones."""
 
     def __init__(self, plan: Plan, rank: int, device: torch.device, beside: "RowPool | None" = None) -> None:
         self.plan, self.rank = plan, rank
@@ -155,7 +155,7 @@ def _allocate(shares: list[Share], device: torch.device) -> Allocation | None:
 
 
 def scratch_bytes(plan: Plan) -> int:
-    """Bytes of a worker's buffer for shares; 0 where one rank sends."""
+    """Bytes of a worker's buffer for shares; 0 for one rank."""
     return max(share.size for share in shares_of(plan)) if plan.ranks > 1 else 0
 
 

@@ -54,7 +54,7 @@ class Rounds:
         self.held = False
 
     def hold(self, loading: bool) -> bool:
-        """Accept no offer until `release`; False: a version is on its way. `loading`: the version in LOADING is in
+        """Accept no offer until `release`; False: a version is on its way. `loading`: the one in LOADING is in
         place."""
         if self.state in (State.PLEDGED, State.RECEIVING) or (self.state is State.LOADING and not loading):
             return False
@@ -68,7 +68,7 @@ class Rounds:
         self._say(Release())
 
     def offer(self, offer: Offer) -> None:
-        """Answer with Ready or Hold, now or once the buckets are free."""
+        """Answer with Ready or Hold, once the buckets are free."""
         if self.state is State.RECEIVING:
             raise IllegalTransition("an offer in RECEIVING")
         self._offer = offer
@@ -120,7 +120,7 @@ class Rounds:
         return self.reception
 
     def aborted(self, free: bool) -> bool:
-        """Returns whether the buckets are free. `free`: no worker writes any more."""
+        """Returns whether the buckets are free. `free`: no worker writes."""
         if self.state is State.CLEARING and self.reception and (free or self.reception.complete):
             self.clear()
         return self.state is not State.CLEARING

@@ -32,7 +32,7 @@ def whole_tensors(specs: Sequence[Spec], frozen: Collection[str]) -> Regions:
 
 
 class Receipt:
-    """One round, received into `weights` over `channel` or, without one, from files."""
+    """One round, received over `channel` or, without one, from files."""
 
     def __init__(self, go: Go, weights: Buckets, channel: WorkerChannels | None) -> None:
         self.go, self.channel = go, channel
@@ -122,7 +122,7 @@ class Staging:
         return not any(receipt.writes for receipt in self._receipts)
 
     def abort(self) -> bool:
-        """Returns whether the buckets are free; else the thread's report frees them."""
+        """Returns whether the buckets are free; else the thread frees them."""
         for receipt in self._receipts:
             receipt.give_up()
         self._leave_group()

@@ -19,12 +19,12 @@ from learner.weights.sender.suspects import Suspects
 
 log = logging.getLogger(__name__)
 ATTEMPTS = 3
-"""Failed rounds in a row, with no member missing, before a server is refused."""
+"""Failed rounds in a row, with no member missing, until refusal."""
 SERVER_TIMINGS = ("load_s", "pause_s", "verify_s")
 
 
 class Distributor:
-    """All but `stats` belongs to the event loop that runs `serve`."""
+    """All but `stats` belongs to the event loop of `serve`."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Distributor:
         self._last_round = {"weights/servers": 0.0}
 
     def stats(self) -> dict[str, float]:
-        """The learner's thread calls it: `_last_round` is replaced as a whole."""
+        """The learner's thread calls it: `_last_round` is replaced whole."""
         members = float(len(list(self.members)))
         return {"weights/members": members, "weights/failed": float(self.members.failed)} | self._last_round
 

@@ -23,7 +23,6 @@ class SendingRanks(NamedTuple):
     agree: Callable[[int], int]
     """A collective that returns rank 0's argument."""
     replicated: frozenset[str] = frozenset()
-    """Weights that each rank holds whole."""
 
 
 class Mailbox:

@@ -72,7 +72,7 @@ class Member:
 
 
 class Members:
-    """`on_drop`: called with each member that leaves or falls silent."""
+    """`on_drop`: called with each that leaves or falls silent."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Members:
         return self._read(), self._watch(), self._beat(), self._keep_files(), self.clock.tick()
 
     async def _keep_files(self) -> None:
-        """Close connections without a Join when open files are scarce."""
+        """Close connections without a Join when files are scarce."""
         while True:
             await asyncio.sleep(FILES_S)
             self._limits.keep_files()

@@ -43,7 +43,7 @@ class Bystander:
 
 
 class Follower:
-    """Another rank of the first replica: takes part in collectives."""
+    """Another rank of the first replica: joins collectives."""
 
     def __init__(
         self,
@@ -158,7 +158,7 @@ class Sender:
 
 
 def _run(serve: Callable[[], Coroutine[Any, Any, None]], started: "Future[str]", ended: "Future[None]") -> None:
-    """What ends the thread is raised by the next `publish`."""
+    """The next `publish` raises what ends the thread."""
     try:
         with suppress(asyncio.CancelledError):
             asyncio.run(serve())

@@ -7,7 +7,7 @@ from buffer.wire.quotas import Remembered
 MOST_NAMES = 2**14
 MOST_PAUSE_S = 3600.0
 NEWCOMERS = ""
-"""Servers that have never loaded a version are one suspect: a name costs nothing."""
+"""Servers that never loaded a version are one suspect: names cost nothing."""
 
 
 class Suspects:
@@ -20,7 +20,7 @@ class Suspects:
         self._until: dict[str, float] = {}
 
     def blame(self, name: str, cost_s: float) -> float:
-        """Returns for how many seconds the server is left out."""
+        """Returns the seconds for which the server is left out."""
         key = self._key(name)
         self._failures[key] = self._failures.get(key, 0) + 1
         pause_s = min(cost_s * 2.0 ** (self._failures[key] - 1), MOST_PAUSE_S)
