@@ -100,7 +100,7 @@ LAST_PUBLISH_S = 10.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit code."""
+    """Run the command; returns the exit code."""
     configure_logging(f"[{os.environ.get('RANK', '0')}]")
     if other := OTHERS.get(argv[0] if argv else ""):
         return other(argv[1:])

@@ -1,7 +1,7 @@
 """Checkpoints: sharded, written while training goes on, complete or absent.
 
-Ranks fill `checkpoints/v000100.tmp`; then rank 0 adds export and manifest, and renames it. Each public method is a
-collective.
+Threads of the ranks fill `checkpoints/v000100.tmp`; then rank 0 adds export and manifest, and renames it. Each public
+method is a collective.
 """
 
 import logging
@@ -129,7 +129,7 @@ class Checkpoints:
             raise
 
     def save(self, policy: Policy, version: int, reward: float | None = None) -> int:
-        """Begin to write `version` if it is due; returns the oldest restorable version, or 0. `reward`: mean of its
+        """Begin to write `version` if it is due; returns the oldest restorable version, or 0. `reward`: mean of the
         batch."""
         self._reward = reward
         export_every, keep_every = self.config.export_every, self.config.keep_every

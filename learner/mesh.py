@@ -95,7 +95,7 @@ def open_store(host: str, port: int) -> TCPStore:
 
 
 def wait_for(host: str, port: int, limit_s: float) -> str:
-    """Wait for a listener; returns why there is none. torch alone prints stack frames."""
+    """Wait for a listener; returns "", or why there is none. torch alone would print stack frames."""
     end, why = time.monotonic() + limit_s, "no answer"
     while (left_s := end - time.monotonic()) > 0:
         try:
@@ -125,7 +125,7 @@ def shards(mesh: DeviceMesh) -> int:
 
 
 def default_store(prefix: str) -> Store:
-    """The ranks' store over its own connection, which waits may block."""
+    """The ranks' store over a connection of its own, because a wait blocks one."""
     return PrefixStore(prefix, _get_default_store().clone())  # type: ignore[attr-defined]
 
 

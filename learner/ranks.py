@@ -28,7 +28,7 @@ from learner.mesh import MEET_S, THERE_IS_A_STORE, UNSET, open_store, wait_for
 log = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 LAST_S = 30.0
-"""Time for ranks to end after those of another node."""
+"""Time for ranks to end by themselves after those of another node."""
 REACHED_S = 10.0
 MEETING = ("MASTER_ADDR", "MASTER_PORT")
 
@@ -124,7 +124,7 @@ def number(name: str, environment: Mapping[str, str], least: int, most: int | No
 
 
 def unreachable(host: str, port: int, limit_s: float = REACHED_S) -> str:
-    """Why other ranks would not reach rank 0."""
+    """Why other ranks would not reach rank 0; else empty."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         with socket.create_server((host, port), family=family) as listener:
@@ -145,7 +145,7 @@ def unreachable(host: str, port: int, limit_s: float = REACHED_S) -> str:
 
 
 def start(argv: Sequence[str], learner: LearnerConfig, environment: Mapping[str, str] = os.environ) -> int:
-    """Run this node's ranks; returns the exit code of the first failure on any node."""
+    """Run this node's ranks; returns the exit code of the first failure on any node, else 0."""
     node = Node(learner, environment)
     first, local = node.number * node.local, range(node.local)
     shared = node.variables | {"WORLD_SIZE": str(learner.ranks), "LOCAL_WORLD_SIZE": str(node.local)}
@@ -200,7 +200,7 @@ class Node:
         self._hosts = self.nodes == 1 or (self.number == 0 and environment.get(THERE_IS_A_STORE) != "True")
         store = open_store(host, port) if self._hosts else find_store(host, port)
         self.variables = {"MASTER_ADDR": host, "MASTER_PORT": str(store.port), THERE_IS_A_STORE: "True"}
-        """All ranks meet in this store, so nobody can take the port before."""
+        """All ranks meet in this store, so nobody can take the port before they bind."""
         self._store = PrefixStore(f"nodes/{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
         self._level, self._failed, self.patience_s = 0, DONE, LAST_S
         self.forced_by: int = FORCING

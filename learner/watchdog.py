@@ -1,5 +1,5 @@
-"""Ends all ranks if a collective outlives `learner.timeout_s`, and names the missing rank: torch's flight recorder has
-the collectives, and a store how many each rank has begun."""
+"""A watchdog on each rank ends all ranks if a collective outlives `learner.timeout_s`, and names the missing one.
+torch's flight recorder has the collectives, and a store how many each rank has begun."""
 
 import json
 import logging
@@ -42,7 +42,7 @@ def enable_flight_recorder() -> None:
 
 
 class Watchdog:
-    """Context manager around all collectives. `folder` gets dumps."""
+    """Context manager around all collectives. `folder` gets the recorder's dump."""
 
     def __init__(self, timeout_s: float, folder: Path) -> None:
         self.timeout_s, self.folder = timeout_s, folder
@@ -153,7 +153,7 @@ def flight_record(active: bool = True) -> dict[str, Any]:
 
 
 def current_line(thread: int | None) -> str:
-    """A thread's innermost line of ours: `learner/train/step.py:80 backward`."""
+    """A thread's innermost line outside of installed packages: `learner/train/step.py:80 backward`."""
     frame = sys._current_frames().get(thread or 0)
     if frame is None:
         return "nowhere"

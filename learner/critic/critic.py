@@ -1,5 +1,5 @@
-"""The critic judges a batch before the policy is trained on it, and learns from it afterwards. Methods that compute are
-collectives. `judge` waits for the GPU."""
+"""The critic judges a batch before the policy is trained on it, and learns from the batch afterwards. Methods that
+compute are collectives. `judge` waits for the GPU."""
 
 import logging
 import time
@@ -25,7 +25,7 @@ from learner.train.skipped import SkippedSteps
 log = logging.getLogger(__name__)
 KEY = "critic"
 ALL_EQUAL = 1e-12
-"""Variance of returns over their square: below, they are equal but for rounding."""
+"""Variance of returns over their square, below which they are equal but for rounding."""
 SHOWN = ("gradient/norm", "gradient/skipped", "lr")
 
 

@@ -1,7 +1,7 @@
 """`metrics.jsonl`: one flat JSON object per version, written by learner rank 0.
 
-Evaluations have the learner's `version` at that time, and `eval/version`. Records of servers have `"kind": "servers"`
-and no `version`.
+Evaluations have the learner's `version` when they were written, and `eval/version`. Records of servers have `"kind":
+"servers"` and no `version`.
 """
 
 import json
@@ -84,7 +84,7 @@ class Metrics:
             self._track({"version": self._version} | {key: value for key, value in record.items() if key != "kind"})
 
     def evaluations(self, version: int) -> list[int]:
-        """When evaluations recorded up to `version` were due."""
+        """Due versions of the evaluations recorded up to `version`."""
         self._version = version
         if self.path is None or not self.path.exists():
             return []

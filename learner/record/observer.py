@@ -1,5 +1,5 @@
-"""Records the state of servers and buffer, in a thread and over a connection of its own. The learner never waits for
-it."""
+"""Records the state of servers and buffer, in a thread of learner rank 0 over a connection of its own. The learner
+never waits for it."""
 
 import asyncio
 import logging

@@ -1,6 +1,6 @@
 """Experiment trackers, each in its own thread on learner rank 0.
 
-A failure costs a warning, never the run. The learner ends without exit hooks: `close` sends the rest.
+One that fails or hangs costs a warning, never the run. The learner ends without exit hooks: `close` sends the rest.
 """
 
 import json

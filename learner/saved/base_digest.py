@@ -19,7 +19,7 @@ PROG = "python -m learner digest"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit code."""
+    """Run the command; returns the exit code."""
     try:
         if len(argv) != 2:
             raise ValueError("takes CHECKPOINT and MODEL, two folders")

@@ -1,5 +1,8 @@
-"""`python -m learner merge CHECKPOINT OUT`: whole weights of a checkpoint with an adapter. Computes in float32 and
-rounds once. Exit 2: bad input."""
+"""`python -m learner merge CHECKPOINT OUT`: writes the whole weights of a checkpoint with an adapter as a Hugging Face
+folder.
+
+Computes in float32 and rounds once. Exit 2: bad input.
+"""
 
 import sys
 from collections.abc import Sequence
@@ -22,7 +25,7 @@ PROG = "python -m learner merge"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit code."""
+    """Run the command; returns the exit code."""
     description = "Write the whole weights of a checkpoint with an adapter."
     parser = CommandParser(PROG, description=description)
     parser.add_argument("checkpoint", type=Path, help="as runs/NAME/checkpoints/v000100")

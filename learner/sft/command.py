@@ -51,7 +51,7 @@ PROG = "python -m learner sft"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Returns the exit code. `argv` lacks the word `sft`."""
+    """Run the command; returns the exit code. `argv` lacks the word `sft`."""
     config = read(argv, PROG, lambda config: check_sft(config, rows=count_rows(config.data.train)))
     try:
         os.environ.update(ranks.from_slurm(config.learner, os.environ))

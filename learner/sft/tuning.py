@@ -30,7 +30,7 @@ def run(
         version += 1
         with metrics.span("evaluate"):
             measured = held_out.measure(policy, version)
-        metrics.log(version, stats)  # a restored version must have its record
+        metrics.log(version, stats)  # before the checkpoint: a restored version must have its record
         metrics.log_evaluations(version, measured)
         with metrics.span("checkpoint"):
             checkpoints.save(policy, version, rating(measured))

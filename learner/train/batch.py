@@ -33,7 +33,7 @@ class Document:
 
     row: int
     columns: Sequence[np.ndarray]
-    """`Sample.DTYPES`, and indices in `Batch.turns`, or -1: [tokens] each."""
+    """`Sample.DTYPES`, and sampled tokens' indices in `Batch.turns`, else -1: [tokens] each."""
     images: Sequence[SeenImage] = ()
     routes: np.ndarray | None = None
     teacher: np.ndarray | None = None

@@ -1,4 +1,4 @@
-"""Exchanges between ranks besides gradients. Each waits up to `learner.timeout_s`."""
+"""Exchanges between ranks besides gradients. Each is a collective, which waits up to `learner.timeout_s`."""
 
 from typing import Any
 
@@ -54,7 +54,7 @@ def broadcast_from_first(number: int, group: dist.ProcessGroup) -> int:
 
 
 def broadcast_state(state: dict[Any, Any], group: dist.ProcessGroup) -> None:
-    """Broadcast nested `state` in place from the group's first rank. All have the same shards."""
+    """Broadcast nested `state` in place from the group's first rank. All must have the same shards."""
     for _, value in sorted(state.items(), key=lambda item: str(item[0])):
         if isinstance(value, dict):
             broadcast_state(value, group)

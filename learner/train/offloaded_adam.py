@@ -14,7 +14,7 @@ from learner.model.master_weights import KINDS, SLOTS, HeldSpan, MasterWeights, 
 
 
 class OffloadedAdamW(AdamW):
-    """Has the state of torch's AdamW: a checkpoint fits both."""
+    """Has the state of torch's AdamW: a checkpoint fits with and without offloading."""
 
     def __init__(self, masters: MasterWeights, **options: Any) -> None:
         super().__init__(masters.parameters, fused=True, **options)

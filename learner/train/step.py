@@ -50,8 +50,8 @@ Result = tuple[Tensor, dict[str, Tensor]]
 
 
 class Algorithm:
-    """`max_tokens`: the longest answer. `teachers`: weights by `data_source`; `top_k`: they gave their most probable
-    tokens."""
+    """Loss, advantages and optimizer. `max_tokens`: the longest answer. `teachers`: weights by `data_source`; `top_k`:
+    they gave their most probable tokens."""
 
     def __init__(
         self,

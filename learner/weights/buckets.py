@@ -116,7 +116,7 @@ class Buckets:
         return self.buckets[first:]
 
     def checksums(self, first: int = 0) -> torch.Tensor:
-        """`[buckets] int64` from bucket `first` on."""
+        """`[buckets] int64` from bucket `first` on: 0 or the first trained one."""
         if self.rotating:
             raise ValueError("rotating buckets are never all there at once: checksum them one by one")
         return torch.cat([part.checksums() for part in self._parts[1 if first else 0 :]])
@@ -197,21 +197,21 @@ class PublishedWeights(Protocol):
 
 @dataclass(eq=False)
 class PublishedPolicy:
-    """One version of the weights and its facts. Unchanged while anybody holds it."""
+    """One version of the weights, and what servers verify it with. Unchanged while anybody holds it."""
 
     weights: PublishedWeights
     version: int = -1
     published_at: float = 0.0
     filled: "Future[torch.cuda.Event | None]" = field(default_factory=pending)
-    """Done once all weights are copied, or queued before this event."""
+    """Done once all weights are copied, or the copying is queued before this event."""
     probe: "Future[Probe] | None" = None
     checksums: "dict[str, asyncio.Future[list[int]]]" = field(default_factory=dict)
     holders: int = 0
 
 
 class DoubleBuffer:
-    """Two copies of the weights: one is filled while a broadcast may read the other. Rank 0 chooses for all that
-    send."""
+    """Two copies of the weights: one is filled while a broadcast may read the other. Where several ranks send, rank 0
+    chooses the copy for all."""
 
     def __init__(
         self, plan: Plan, device: torch.device, allocate: Callable[[Any], PublishedWeights] | None = None

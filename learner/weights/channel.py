@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 T = TypeVar("T")
-c10d: Any = dist  # torch exports no types
+c10d: Any = dist  # torch exports no types of these classes
 AHEAD = 3
 """Broadcasts queued beyond the one waited for, on CPUs. GPUs queue all at once: calls from Python contend for the
 GIL."""
@@ -33,7 +33,7 @@ NCCL_SETTINGS = {
 
 
 class ChannelError(RuntimeError):
-    """The group did not form, or broke. `absent`: missing ranks."""
+    """The group did not form, broke or timed out. `absent`: missing ranks."""
 
     def __init__(self, what: str, absent: Sequence[int] = ()) -> None:
         super().__init__(what)
@@ -150,7 +150,7 @@ class Channel:
 
 class WorkerChannels:
     """A worker's groups with all sending ranks. One thread issues all broadcasts in the same order on every worker:
-    NCCL allows nothing else."""
+    NCCL allows no other use of several groups."""
 
     def __init__(self, channels: Sequence[Channel]) -> None:
         self._channels, self.epoch, self._formed = channels, channels[0].epoch, False
@@ -170,7 +170,7 @@ class WorkerChannels:
         return broadcast_in_turn(list(zip(of, buckets, strict=True)), ahead)
 
     def abort(self) -> None:
-        """Each in a thread: an abort waits for kernels that may wait for another group."""
+        """Over NCCL each in a thread of its own: an abort waits for kernels that may wait for another group."""
         for channel in self._channels:
             channel.abort()
 
@@ -222,7 +222,7 @@ def broadcast_in_turn(messages: Sequence[tuple[Channel, torch.Tensor]], ahead: i
             channel.span_s = time.perf_counter() - started
     except RuntimeError as error:
         raise ChannelError(f"group {epoch} of {world} ranks broke: {error}") from None
-    finally:  # an exception keeps this frame alive
+    finally:  # an exception keeps this frame alive, perhaps in another thread
         group = work = None
         groups.clear()
         works.clear()
@@ -255,14 +255,14 @@ def own_stream(device: torch.device) -> Iterator[None]:
 
 
 def in_thread(work: Callable[[], T], name: str) -> asyncio.Future[T]:
-    """Run `work` in a daemon thread, which does not block the exit."""
+    """Run `work` in a daemon thread: one stuck in a collective does not block the exit."""
 
     def run(future: Future[T]) -> None:
         try:
             future.set_result(work())
         except BaseException as error:
             future.set_exception(error)
-        # the error refers to this frame
+        # avoids a cycle: the error refers to this frame
         del future
 
     future: Future[T] = Future()

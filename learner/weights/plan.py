@@ -92,7 +92,7 @@ class Plan:
         return frozenset(slot.spec.name for slot in self.slots if slot.bucket < self.frozen)
 
     def first(self, digest: str) -> int:
-        """The first bucket of that plan. Raises ValueError."""
+        """The first bucket of the plan with `digest`. Raises ValueError."""
         if digest not in (self.digest, self.trained.digest):
             raise ValueError(f"the plan {digest} of the weights is neither {self.digest} nor {self.trained.digest}")
         return 0 if digest == self.digest else self.frozen

@@ -132,14 +132,14 @@ class Offer(Message):
 
 
 class Checksums(Message):
-    """The learner's, of each bucket."""
+    """The learner's checksum of each bucket."""
 
     round: Count
     checksums: Many[Checksum]
 
 
 class ProbeImage(Message):
-    """A picture that both ends draw (`probe.draw`)."""
+    """A picture at token `start`, which both ends draw (`probe.draw`)."""
 
     start: Count
     height: Count
@@ -202,7 +202,7 @@ class KeepAlive(Message): ...
 
 
 class Staged(Message):
-    """From a worker to its front process, after its round."""
+    """From a worker to its front process, after its round. `reason`: why that failed."""
 
     round: Count
     checksums: Many[Checksum] = Field(default_factory=list)
@@ -215,7 +215,7 @@ class Staged(Message):
 
 
 class SendRows(Message):
-    """From rank 0: send your rows in `source`."""
+    """From rank 0: send your rows of `version` in the group `source`."""
 
     number: Count
     version: Count
@@ -231,7 +231,7 @@ class GiveUp(Message):
 
 
 class RowsBegun(Message):
-    """A rank has the order. A round that fails before is no server's fault."""
+    """A rank has the order. A round that fails before that is no server's fault."""
 
     rank: Count
     number: Count

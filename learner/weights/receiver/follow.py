@@ -221,7 +221,7 @@ class Receiver:
         self._say(protocol.Failed(round=reception.go.round, reason=reason))
 
     def _require_end(self) -> None:
-        """Raise WeightsError if workers hang, with buckets that are never free."""
+        """Raise WeightsError if workers hang: they would never free their buckets."""
         reception = self._rounds.reception
         if self._rounds.state is not State.CLEARING or not reception:
             return

@@ -1,5 +1,6 @@
 """A vLLM worker's end of the weights wire: receives buckets in a thread, on its own CUDA stream, as `weights.staging`
-says (docs/design/weights-wire.md). Only `prepare` allocates: a round waits for the buckets of a broken one."""
+says (docs/design/weights-wire.md). Only `prepare` allocates: a round waits for the buckets of a broken one, so recovery
+needs no memory."""
 
 import logging
 import threading
@@ -67,7 +68,7 @@ class Receipt:
 
 
 class Staging:
-    """`find_regions` returns the parts of the weights that `load` takes."""
+    """The buckets of one worker. `find_regions` returns the parts of the weights that `load` takes."""
 
     def __init__(
         self, device: torch.device, worker: int, load: Load, find_regions: FindRegions = whole_tensors
@@ -112,7 +113,7 @@ class Staging:
             self.abort()
         before = [receipt for receipt in self._receipts if receipt.writes]
         if self.mode == "bucket" and self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)  # the last step has read the weights
+            torch.cuda.synchronize(self.device)  # the last step before the pause has read the weights
         receipt = Receipt(message, self._buckets, self._channel_for(message))
         self._receipts = [*before, receipt]
         threading.Thread(target=self._run, args=(receipt, before, notify), name="weights", daemon=True).start()
@@ -122,7 +123,7 @@ class Staging:
         return not any(receipt.writes for receipt in self._receipts)
 
     def abort(self) -> bool:
-        """Returns whether the buckets are free; else the thread frees them."""
+        """Returns whether the buckets are free; else the thread's report frees them."""
         for receipt in self._receipts:
             receipt.give_up()
         self._leave_group()
@@ -256,7 +257,7 @@ class Staging:
 
 
 def arrivals(go: Go, weights: Buckets, channel: WorkerChannels | None) -> Iterator[int]:
-    """Fill the buckets; yields each complete one."""
+    """Fill the buckets; yields the index of each complete one."""
     first = weights.plan.first(go.plan)
     if isinstance(go.source, str):
         yield from files.read(Path(go.source), weights, first)

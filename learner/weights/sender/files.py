@@ -71,7 +71,7 @@ class Files:
 
 
 def read(folder: Path, weights: Buckets, first: int) -> Iterator[int]:
-    """Fill the buckets from `first` on; yields each index. Raises ChannelError."""
+    """Fill the buckets from `first` on; yields the index of each complete one. Raises ChannelError."""
     for bucket in range(first, len(weights.buckets)):
         weights.buckets[bucket].zero_()  # the padding counts in the checksum
         path = (frozen_beside(folder) if bucket < weights.plan.frozen else folder) / _file(bucket)
