@@ -28,7 +28,7 @@ def own_part(config: Config, policy: Policy, budget: int, vocabulary: int, part:
 
 
 def made_up(config: Config, budget: int, vocabulary: int, part: int, number: int, share_prompts: bool) -> Part:
-    """One of `number` parts, each of MICROBATCHES microbatches."""
+    """Part `part` of `number`, each of MICROBATCHES microbatches."""
     longest = max_sample_tokens(config)
     prompt = max(min(longest // 2, config.data.max_prompt_tokens), 1)
     size = _group_size(longest, prompt, budget, share_prompts)
