@@ -18,9 +18,9 @@ PROBE_TOKENS = 64
 TEXT = ", ".join(map(str, range(1, 65)))
 """A text that every model predicts well: rounding to bfloat16 changes its log-probabilities little, wrong weights much
 (SmolLM2-135M: 0.005 nat, on sums 0.07)."""
-ROUNDING = 2.0**-8
-"""Relative error of bfloat16. A trained policy may find the text very unlikely: at -20 nat, correct weights differ by
-0.08 nat."""
+ROUNDING = 2.0**-6
+"""Relative error that bfloat16 may cause. A trained policy may find the text very unlikely: at -16 nat in the mean,
+correct weights differed by 0.06 and 0.11 nat."""
 CAPTION = "The left half of the picture is red, the right half is blue. "
 PICTURE = (4, 6)
 """In tokens; more than one window of Qwen2.5-VL's tower."""

@@ -132,8 +132,8 @@ def test_only_what_follows_the_picture_is_compared() -> None:
 
 
 def test_a_text_that_the_policy_finds_unlikely_may_differ_by_its_rounding() -> None:
-    """In bfloat16, a healthy run differed by 0.061 nat where the mean was -15.6."""
+    """In bfloat16, two healthy runs differed by 0.061 and 0.113 nat where the mean was about -16."""
     unlikely = [-14.953, -19.506, -5.121, -19.882]
-    assert 0.061 < tolerance_of(WeightsConfig(), unlikely) < 0.12
-    assert tolerance_of(WeightsConfig(), [-0.1, -0.3]) < 0.051
+    assert 2 * 0.113 < tolerance_of(WeightsConfig(), unlikely) < 0.5
+    assert tolerance_of(WeightsConfig(), [-0.1, -0.3]) < 0.06
     assert tolerance_of(WeightsConfig(probe_tolerance=0.02), unlikely) == 0.02
