@@ -1,8 +1,9 @@
 """What the ledger counts: over the whole run, lately, and by row of the data set."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
 from buffer.ledger.types import FailureKind, Lengths, RowValues
@@ -10,6 +11,7 @@ from buffer.ledger.types import FailureKind, Lengths, RowValues
 MANY_REASONS = 64
 LONG_REASON = 200
 OTHER = "other reasons"
+NONE = Lengths()
 GIVEN_UP_FAILED, GIVEN_UP_FLAT, GIVEN_UP_QUARANTINED, GIVEN_UP_ROWS = 1, 2, 3, 4
 """Why a run was given up: attempts fail; groups lack variance; none can be trained; all rows are left out."""
 EXAMPLES = 3
@@ -42,7 +44,14 @@ class Totals:
         if what in ("dropped", "discarded", "failed"):
             which = (which.strip().splitlines() or ["no reason given"])[0][:LONG_REASON]
             which = which if which in known or len(known) < MANY_REASONS else OTHER
-        known[which] = known.get(which, Lengths()).plus(lengths, times)
+        now = known.get(which, NONE)
+        known[which] = Lengths(
+            now.groups + times * lengths.groups,
+            now.samples + times * lengths.samples,
+            now.tokens + times * lengths.tokens,
+            now.sampled + times * lengths.sampled,
+            now.truncated + times * lengths.truncated,
+        )
         self.changed.add((what, which))
         return which
 
@@ -142,10 +151,8 @@ class RowRecord:
     failed: int = 0
     hopeless: int = 0
     reason: str = ""
-
-    def row_values(self) -> RowValues:
-        counts = (self.row, self.drawn, self.groups, self.samples, self.solved, self.streak)
-        return (*counts, self.last_item, self.last_version, self.failed, self.hopeless, self.reason)
+    counted: str = "unseen"
+    """The band, or `left_out`, in which `Rows.bands` counts it; not stored."""
 
     def band(self, streak: int) -> str:
         if not self.groups:
@@ -156,6 +163,10 @@ class RowRecord:
 
     def is_left_out(self, attempts: int) -> bool:
         return not self.groups and bool(self.hopeless or self.failed >= attempts)
+
+
+row_values: Callable[[RowRecord], RowValues] = attrgetter(*[one.name for one in fields(RowRecord)][:-1])
+"""What the store has of a row."""
 
 
 class Rows:
@@ -170,47 +181,42 @@ class Rows:
         """Rows left out since the list was last cleared."""
         self.moved: set[int] = set()
         """Rows of items that changed since the order last looked."""
-        self._bands: Counter[str] = Counter()
+        self.bands = dict.fromkeys((*BANDS, "left_out"), 0) | {"unseen": problems}
+        """How many rows are in each; a row that was never drawn is unseen."""
         self.changed: set[int] = set()
 
     @property
     def all_left_out(self) -> bool:
         return 0 < self.problems <= len(self.left_out)
 
-    def bands(self) -> dict[str, int]:
-        known = {band: self._bands[band] for band in BANDS}
-        return known | {"unseen": self.problems - len(self.records) + self._bands["unseen"]}
-
     def note_drawn(self, row: int, item: int, version: int) -> None:
-        record = self._edited(row)
+        record = self.records.setdefault(row, RowRecord(row))
         record.drawn, record.last_item, record.last_version = record.drawn + 1, item, version
-        self._count(record, 1)
+        self._note_change(record)
 
     def note_group(self, row: int, rewards: Sequence[float]) -> None:
         """Count a group. A row that was left out is drawn again."""
-        if self.left_out.pop(row, None) is not None:
-            self._count(self.records[row], 1)
+        self.left_out.pop(row, None)
         solved = sum([reward >= self.marks.solved_at for reward in rewards])
-        record = self._edited(row)
+        record = self.records.setdefault(row, RowRecord(row))
         record.groups, record.samples = record.groups + 1, record.samples + len(rewards)
         record.solved += solved
         sign = 1 if solved == len(rewards) else -1 if not solved else 0
         record.streak = record.streak + sign if sign * record.streak > 0 else sign
-        self._count(record, 1)
+        self._note_change(record)
 
     def note_failure(self, row: int, kind: FailureKind, failure: str, permanent: bool) -> bool:
         if kind not in OWN_FAILURES:
             return False
-        record = self._edited(row)
+        record = self.records.setdefault(row, RowRecord(row))
         record.failed, record.reason = record.failed + 1, failure
         record.hopeless |= permanent
-        self._count(record, 1)
         if record.is_left_out(self.attempts) and row not in self.left_out:
             self.news.append(row)
-            self._count(record, -1)
             self.left_out[row] = failure
         elif row in self.left_out:
             self.left_out[row] = failure
+        self._note_change(record)
         return row in self.left_out
 
     def draw_again(self) -> None:
@@ -218,8 +224,7 @@ class Rows:
         for row in back:
             record = self.records[row]
             record.failed, record.hopeless = 0, 0
-            self.changed.add(row)
-            self._count(record, 1)
+            self._note_change(record)
         self.moved.update(back)
 
     def restore(self, saved: Iterable[RowValues]) -> None:
@@ -229,18 +234,11 @@ class Rows:
             self.records[record.row] = record
             if record.is_left_out(self.attempts):
                 self.left_out[record.row] = record.reason
-            else:
-                self._count(record, 1)
+            self._note_change(record)
+        self.changed.clear()
 
-    def _edited(self, row: int) -> RowRecord:
-        """A record that is about to change is in no band until it is counted again."""
-        if (record := self.records.get(row)) is None:
-            record = self.records[row] = RowRecord(row)
-        else:
-            self._count(record, -1)
-        self.changed.add(row)
-        return record
-
-    def _count(self, record: RowRecord, times: int) -> None:
-        if record.row not in self.left_out:
-            self._bands[record.band(self.marks.streak)] += times
+    def _note_change(self, record: RowRecord) -> None:
+        self.changed.add(record.row)
+        self.bands[record.counted] -= 1
+        record.counted = "left_out" if record.row in self.left_out else record.band(self.marks.streak)
+        self.bands[record.counted] += 1

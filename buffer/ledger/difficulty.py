@@ -129,9 +129,7 @@ class DifficultyOrder:
     def skip(self, state: LedgerState) -> None:
         """Does nothing: rows have no places in an epoch."""
 
-    def draw_ahead(self) -> None:
-        """Does nothing."""
-
+    @property
     def counters(self) -> dict[str, int]:
         found = {f"turns/{name}": number for name, number in self._turns.sums.items()}
         for part, source in enumerate(self._sources):

@@ -3,10 +3,14 @@
 import math
 from collections.abc import Mapping, Sequence
 from itertools import islice
+from types import MappingProxyType
 from typing import Protocol
 
 from buffer.ledger import schedule
 from buffer.ledger.state import LedgerState
+
+DRAWS_PER_STEP = schedule.STEP // 16
+"""A step towards the next epoch's order is made each so many draws: it is there long before it is needed."""
 
 
 class Order(Protocol):
@@ -21,10 +25,8 @@ class Order(Protocol):
     def skip(self, state: LedgerState) -> None:
         """Move `state.next_item` past the places of rows that are left out."""
 
-    def draw_ahead(self) -> None:
-        """Do a little of the work of later draws."""
-
-    def counters(self) -> dict[str, int]:
+    @property
+    def counters(self) -> Mapping[str, int]:
         """What must be written down to go on with the same draws."""
 
     def restore(self, scalars: Mapping[str, int]) -> None:
@@ -36,6 +38,8 @@ class Order(Protocol):
 
 class EpochOrder:
     """Item s is problem `s % problems` of epoch `s // problems`. No item gets the number of a row that is left out."""
+
+    counters: Mapping[str, int] = MappingProxyType({})
 
     def __init__(
         self, problems: int, seed: int, shuffle: bool, epochs: int | None, shares: Sequence[tuple[int, float]]
@@ -49,7 +53,12 @@ class EpochOrder:
         self.skip(state)
         state.rows.moved.clear()
         epoch, place = divmod(state.next_item, self._problems)
-        return None if epoch >= self._epochs or state.rows.all_left_out else self.rows(epoch)[place]
+        if epoch >= self._epochs:
+            return None
+        row = self.rows(epoch)[place]
+        if self._following and place % DRAWS_PER_STEP == 0:
+            self._following[1].step()
+        return None if row in state.rows.left_out else row  # `skip` stays where all rows are left out
 
     def upcoming(self, state: LedgerState, number: int) -> Sequence[int]:
         epoch, place = divmod(state.next_item, self._problems)
@@ -61,20 +70,11 @@ class EpochOrder:
         return list(islice((rows[at] for at in range(place, self._problems) if rows[at] not in out), number))
 
     def skip(self, state: LedgerState) -> None:
-        if state.rows.all_left_out:
-            return
-        while state.rows.left_out:
+        while state.rows.left_out and not state.rows.all_left_out:
             epoch, place = divmod(state.next_item, self._problems)
             if epoch >= self._epochs or self.rows(epoch)[place] not in state.rows.left_out:
                 return
             state.next_item += 1
-
-    def draw_ahead(self) -> None:
-        if self._following and self._following[1].drawn is None:
-            self._following[1].step()
-
-    def counters(self) -> dict[str, int]:
-        return {}
 
     def restore(self, scalars: Mapping[str, int]) -> None:
         """Does nothing: the order follows from the seed."""

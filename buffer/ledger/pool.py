@@ -21,9 +21,11 @@ class Pool:
         items = list(items)
         self.open = Counter(item.version for item in items if item.state in OPEN)
         """By dispatch version."""
-        self._stored = [(item.version, item.number) for item in items if item.state == "stored"]
-        heapq.heapify(self._stored)
-        self._stored_by = Counter(version for version, _ in self._stored)
+        self.stored = [(item.version, item.number) for item in items if item.state == "stored"]
+        """A heap of (d, item)."""
+        heapq.heapify(self.stored)
+        self.stored_by = Counter(version for version, _ in self.stored)
+        """By dispatch version."""
         self._anywhere: list[int] = []
         self._elsewhere: dict[str, deque[tuple[float, int]]] = {}
         """(until when, item) by the server that failed at them. Items under NOBODY go to no server until then."""
@@ -33,10 +35,6 @@ class Pool:
     @property
     def num_open(self) -> int:
         return self.open.total()
-
-    @property
-    def num_stored(self) -> int:
-        return len(self._stored)
 
     @property
     def num_waiting(self) -> int:
@@ -71,8 +69,8 @@ class Pool:
                 del self._elsewhere[name]
 
     def next_waiting(self, server: str) -> int | None:
-        closed = (NOBODY, server_name(server))
-        fronts = {held[0][1]: name for name, held in self._elsewhere.items() if name not in closed}
+        elsewhere = self._elsewhere.items()
+        fronts = {held[0][1]: name for name, held in elsewhere if name not in (NOBODY, server_name(server))}
         first = min([*fronts, *self._anywhere[:1]], default=None)
         if first in fronts:
             self._elsewhere[fronts[first]].popleft()
@@ -86,23 +84,16 @@ class Pool:
         self.open -= Counter((version,))
 
     def store(self, version: int, item: int) -> None:
-        heapq.heappush(self._stored, (version, item))
-        self._stored_by[version] += 1
+        heapq.heappush(self.stored, (version, item))
+        self.stored_by[version] += 1
 
     def take(self, number: int) -> list[tuple[int, int]]:
         """Take out the stored items with the smallest (d, item)."""
-        taken = [heapq.heappop(self._stored) for _ in range(number)]
+        taken = [heapq.heappop(self.stored) for _ in range(number)]
         by_version = Counter(version for version, _ in taken)
         self.open -= by_version
-        self._stored_by -= by_version
+        self.stored_by -= by_version
         return taken
-
-    def ready(self, version: int, groups: int, staleness: int) -> bool:
-        """Whether there are enough groups, and the others keep the bound."""
-        if len(self._stored) < groups:
-            return False
-        left = left_behind(self.open, self._stored_by, groups)
-        return feasible(left, version + 1, groups, staleness)
 
 
 def feasible(counts: Mapping[int, int], version: int, groups: int, staleness: int) -> bool:

@@ -126,14 +126,14 @@ def _dropped(ledger: Ledger) -> str:
 
 def _missing(ledger: Ledger) -> str:
     pool, version, groups = ledger.state.pool, ledger.state.version, ledger.terms.groups
-    if pool.num_stored >= groups:
+    if len(pool.stored) >= groups:
         late = ", ".join(
             f"item {item.number} (version {item.version}) at {server_name(item.server)}" for item in _stragglers(ledger)
         )
         return f"batch {version} has its {groups} groups, but without waiting for {late} those would get too old"
-    have = f"batch {version} has {pool.num_stored} of {groups} groups"
-    if pool.num_open > pool.num_stored:
-        return f"{have}; {pool.num_open - pool.num_stored} are open at {_holders(ledger)}"
+    have = f"batch {version} has {len(pool.stored)} of {groups} groups"
+    if pool.num_open > len(pool.stored):
+        return f"{have}; {pool.num_open - len(pool.stored)} are open at {_holders(ledger)}"
     if not ledger.state.servers:
         return f"{have}; no rollout server asks for work"
     newest = max(server.version for server in ledger.state.servers.values())
@@ -148,7 +148,7 @@ def _closed(ledger: Ledger, version: int, server: str = "") -> str:
     if ledger.view.room(version):
         if elsewhere := pool.num_elsewhere(server):
             return f"{elsewhere} items failed here and go to another server, if one asks within {terms.lease_s:g} s"
-        if state.next_item and ledger.view.used_up():
+        if state.next_item and ledger.view.all_dispatched() and not pool.num_waiting:
             return "all problems are dispatched (data.epochs)"
         return f"a server at version {version} may have {ledger.view.room(version)} groups"
     if terms.versions is not None and pool.num_open >= (terms.versions - state.version) * terms.groups:

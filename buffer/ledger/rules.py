@@ -11,7 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 from buffer.ledger import state
-from buffer.ledger.counts import GIVEN_UP_FAILED, GIVEN_UP_FLAT, GIVEN_UP_ROWS, Marks, Rows
+from buffer.ledger.counts import GIVEN_UP_FAILED, GIVEN_UP_FLAT, GIVEN_UP_ROWS, Marks, Rows, remember, row_values
 from buffer.ledger.difficulty import DifficultyOrder, Shares
 from buffer.ledger.evaluations import Evaluations
 from buffer.ledger.order import EpochOrder, Order
@@ -29,6 +29,7 @@ from buffer.ledger.types import (
     SampleStats,
     Saved,
     Terms,
+    item_values,
     server_name,
 )
 from buffer.ledger.view import LedgerView
@@ -73,7 +74,8 @@ class Attempts:
         state, d = self._state, item.version
         newest = max([sample.newest for sample in samples if sample.newest is not None], default=0)
         oldest = min([sample.oldest for sample in samples if sample.oldest is not None], default=d)
-        least, most = state.undone.least(d), max(state.ceiling, state.undone.reached)
+        undone, most = state.undone, max(state.ceiling, state.undone.reached)
+        least = undone.restored if undone.restored < d <= undone.reached else d
         if newest > most or oldest < least:  # only a rewind leads back
             above = f"sampled under version {newest}, and no policy above version {most} exists"
             below = f"sampled under version {oldest}, and its server had version {least} or a later one"
@@ -163,39 +165,35 @@ class Ledger:
         self.order: Order = DifficultyOrder(*drawing, difficulty) if difficulty else EpochOrder(*drawing)
         self.evaluations = Evaluations(eval_every, self.terms.lease_s)
         self.wanted = WantedServers()
+        self._expired = -1, -1
+        """`revision` and `next_lease` when `expire` looked last."""
+        self._next_end: float | None = None
         self.view = LedgerView(self.terms, self.state, self.order)
         self._attempts = Attempts(self.terms, self.state, self.order, self.view)
         self.batches = Batches(self.terms, self.state, self.view, self._attempts.take_back_too_old, self.find)
 
-    @property
-    def revision(self) -> int:
-        """Moves when something changed that a parked Ask or Take may wait for."""
-        return self.state.revision + self.evaluations.revision
-
     def ask(self, server: str, version: int, room: int, now: float, request: int = 0) -> list[Lease]:
-        """Dispatch up to `room` items. If none is returned, call again when `revision` has moved.
+        """Dispatch up to `room` items. If none is returned, call again when `state.revision` has moved.
 
         A repeated `request` gets what is left of its leases, never more; request 0 is always new. The dispatch version
         is what the server last sent, at most what the learner can have reached.
         """
         record = self.state.servers.setdefault(server, ServerRecord(heard=now))
+        work = list[ItemState]()
         if request in record.answered:
             held = (self.state.items[item] for item in record.leases.values())
-            return [item.as_lease() for item in held if item.request == request]
-        record.record_ask(request, version, now)
-        if not self._attempts.is_alive(record, now):
-            return []
-        dispatched = min(record.version, self.state.ceiling)
-        work: list[Lease] = []
-        for _ in range(min(room, self.view.room(dispatched, server))):
-            item = self._attempts.next_item(server)
-            if item is None:
-                break
-            self.state.dispatch(item, server, dispatched, now, request)
-            work.append(item.as_lease())
-        if work:
-            record.record_answer(request)
-        return work
+            work += [item for item in held if item.request == request]
+        else:
+            record.record_ask(request, version, now)
+            dispatched = min(record.version, self.state.ceiling)
+            free = self.view.room(dispatched, server) if now < record.heard + self.terms.lease_s else 0
+            while len(work) < min(room, free) and (item := self._attempts.next_item(server)):
+                self.state.dispatch(item, server, dispatched, now, request)
+                work.append(item)
+            if work and request:
+                record.asked.pop(request, None)
+                remember(record.answered, request, None)
+        return [Lease(item.number, item.lease, item.row, item.epoch, item.version) for item in work]
 
     def upcoming(self, number: int) -> Sequence[int]:
         return self.order.upcoming(self.state, number)
@@ -276,17 +274,22 @@ class Ledger:
 
     def expire(self, now: float) -> float | None:
         """End the leases of silent servers, and waits. Returns when to call again."""
-        pool, lease_s = self.state.pool, self.terms.lease_s
+        state, pool, lease_s = self.state, self.state.pool, self.terms.lease_s
+        # Heartbeats only put off when the next lease ends, and everything else moves one of two numbers.
+        if self._expired == (state.revision, state.next_lease) and (self._next_end is None or now < self._next_end):
+            return self._next_end
         if pool.next_wait_end is not None and now >= pool.next_wait_end:
             pool.end_waits(now)
-            self.state.revision += 1
-        holders = [server for server in self.state.servers.values() if server.leases]
+            state.revision += 1
+        holders = [server for server in state.servers.values() if server.leases]
         for holder in holders:
             if not self._attempts.is_alive(holder, now):
                 self._attempts.end_all(holder, f"its server was not heard of for {lease_s:g} s", now)
         ends = [holder.heard + lease_s for holder in holders if holder.leases]
-        wait_end = pool.next_wait_end
-        return min([*ends, *([] if wait_end is None else [wait_end])], default=None)
+        if pool.next_wait_end is not None:
+            ends.append(pool.next_wait_end)
+        self._expired, self._next_end = (state.revision, state.next_lease), min(ends, default=None)
+        return self._next_end
 
     def find(self, number: int) -> ItemState | None:
         """An item, also one that has left memory."""
@@ -295,11 +298,11 @@ class Ledger:
     def drain(self) -> Changes:
         """What changed since the last call. The caller must write it."""
         state, journal, changes = self.state, self.state.journal, self.state.journal.changes
-        changes.items |= {number: state.items[number].row_values() for number in journal.touched}
+        changes.items |= {number: item_values(state.items[number]) for number in journal.touched}
         changes.totals = {(what, which): state.totals.known[what][which] for what, which in state.totals.changed}
-        changes.rows = {row: state.rows.records[row].row_values() for row in state.rows.changed}
+        changes.rows = {row: row_values(state.rows.records[row]) for row in state.rows.changed}
         changes.evaluations, self.evaluations.changed = self.evaluations.changed, {}
-        counters = dict(zip(COUNTERS, map(int, counters_of(self)), strict=True)) | self.order.counters()
+        counters = {**dict(zip(COUNTERS, map(int, counters_of(self)), strict=True)), **self.order.counters}
         changes.scalars = {name: value for name, value in counters.items() if journal.counters.get(name) != value}
         journal.changes, journal.counters = Changes(), counters
         for noted in journal.touched, state.totals.changed, state.rows.changed:

@@ -8,7 +8,18 @@ from dataclasses import dataclass, field
 
 from buffer.ledger.counts import GIVEN_UP_FAILED, GIVEN_UP_ROWS, LONG_REASON, Rows, Totals, Trend, remember
 from buffer.ledger.pool import Pool
-from buffer.ledger.types import CLOSED, Changes, FailureKind, FormedBatch, ItemState, Lengths, SampleStats, Saved
+from buffer.ledger.types import (
+    CLOSED,
+    NO_SAMPLES,
+    Changes,
+    FailureKind,
+    FormedBatch,
+    ItemState,
+    Lengths,
+    SampleStats,
+    Saved,
+    item_values,
+)
 
 
 @dataclass
@@ -33,11 +44,6 @@ class ServerRecord:
             remember(self.asked, request, version)
         self.version, self.heard = version, now
 
-    def record_answer(self, request: int) -> None:
-        if request:
-            self.asked.pop(request, None)
-            remember(self.answered, request, None)
-
 
 class Journal:
     """What changed since the last `Ledger.drain`."""
@@ -50,11 +56,11 @@ class Journal:
     def close(self, item: ItemState) -> None:
         if item.number in self.touched:
             self.touched.remove(item.number)
-            self.changes.items[item.number] = item.row_values()
+            self.changes.items[item.number] = item_values(item)
 
     def closed(self, number: int) -> ItemState | None:
         row = self.changes.items.get(number)
-        item = ItemState(*row) if row else None  # type: ignore[arg-type]
+        item = ItemState.of(row) if row else None
         return item if item and item.state in CLOSED else None
 
 
@@ -69,10 +75,6 @@ class UndonePolicies:
         if ceiling > version:
             self.restored = min(self.restored, version) if version <= self.reached else version
             self.reached = max(self.reached, ceiling)
-
-    def least(self, version: int) -> int:
-        """The oldest policy that a server can have had since it ran `version`."""
-        return self.restored if self.restored < version <= self.reached else version
 
 
 class LedgerState:
@@ -128,7 +130,7 @@ class LedgerState:
 
     def count_failure(self, row: int, kind: FailureKind, reason: str, permanent: bool = False) -> bool:
         failure = f"{kind}: {reason.strip()}"
-        self.trend.note_failure(row, kind, failure, self.totals.add("failed", Lengths(groups=1), failure))
+        self.trend.note_failure(row, kind, failure, self.totals.add("failed", NO_SAMPLES, failure))
         return self.rows.note_failure(row, kind, failure.splitlines()[0][:LONG_REASON], permanent)
 
     def release(self, item: ItemState, reason: str, elsewhere_until: float = 0.0, held_back: bool = False) -> None:
@@ -157,7 +159,7 @@ class LedgerState:
                 self.totals.add("discarded", item.lengths, reason)
                 self.journal.changes.sample_stats.pop(item.number, None)
                 self.journal.changes.discarded.add(item.number)
-                item.samples = item.tokens = item.sampled = item.truncated = 0
+                item.lengths = NO_SAMPLES
             item.state, item.reason, item.attempts = "waiting", reason, item.attempts - 1
             item.elsewhere_until, item.held_back = 0.0, False
             self._touch(item)
@@ -166,8 +168,9 @@ class LedgerState:
 
     def accept(self, item: ItemState, samples: Sequence[SampleStats], unwanted: str | None) -> None:
         """Leased -> stored, or for an `unwanted` group -> dropped."""
-        lengths, rewards = Lengths.of(samples), [sample.reward for sample in samples]
-        _, item.samples, item.tokens, item.sampled, item.truncated = lengths
+        rewards, truncated = [sample.reward for sample in samples], sum([sample.truncated for sample in samples])
+        tokens, sampled = sum([sample.tokens for sample in samples]), sum([sample.sampled for sample in samples])
+        item.lengths = lengths = Lengths(1, len(samples), tokens, sampled, truncated)
         self.totals.add("generated", lengths)
         if item.attempts > 1:
             self.totals.add("retried", lengths)
@@ -188,7 +191,7 @@ class LedgerState:
 
     def _drop(self, item: ItemState, reason: str) -> None:
         item.state, item.reason, item.batch = "dropped", reason, self.version
-        self.totals.add("dropped", item.lengths if item.samples else Lengths(groups=1), reason)
+        self.totals.add("dropped", item.lengths, reason)
         self._forget(item)
 
     def _forget(self, item: ItemState) -> None:
@@ -209,7 +212,7 @@ class LedgerState:
         self.revision += 1
 
     def form(self, groups: int) -> None:
-        taken = self.pool.take(min(groups, self.pool.num_stored))
+        taken = self.pool.take(min(groups, len(self.pool.stored)))
         for version, number in taken:
             item = self.items[number]
             item.state, item.batch = "batched", self.version
@@ -244,11 +247,6 @@ class LedgerState:
 
     def _members(self, version: int) -> list[ItemState]:
         return [self.items[number] for number in self.batches[version].items]
-
-    def raise_ceiling(self, version: int) -> None:
-        if version > self.ceiling:
-            self.ceiling = version
-            self.revision += 1
 
     def mark(self, last: int) -> None:
         """Count batches up to `last` as trained, and no others."""
@@ -311,7 +309,8 @@ def restore(state: LedgerState, saved: Saved, now: float) -> None:
             item.since = now
             holder = state.servers.setdefault(item.server, ServerRecord(heard=now, version=item.version))
             holder.leases[item.lease] = item.number
-            holder.record_answer(item.request)
+            if item.request:
+                remember(holder.answered, item.request, None)
         elif item.state == "batched":
             members[item.batch].append((item.version, item.number))
     state.batches = {version: _batch(version, sorted(pairs)) for version, pairs in members.items()}

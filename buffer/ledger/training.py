@@ -86,7 +86,9 @@ class Batches:
                     state.announce()
                 return None
             state.form(self._terms.groups)
-        state.raise_ceiling(version + 1)
+        if state.ceiling <= version:
+            state.ceiling = version + 1
+            state.revision += 1
         if version > state.last_trained:
             self.suspicion.taken = version
         return state.batches[version]

@@ -1,8 +1,9 @@
 """The nouns of the ledger, as plain data."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple
 
 OPEN = ("leased", "stored")
 CLOSED = ("dropped", "quarantined")
@@ -86,25 +87,14 @@ class Lengths(NamedTuple):
     sampled: int = 0
     truncated: int = 0
 
-    @classmethod
-    def of(cls, samples: Sequence[SampleStats]) -> "Lengths":
-        tokens, sampled = sum([s.tokens for s in samples]), sum([s.sampled for s in samples])
-        return cls(1, len(samples), tokens, sampled, sum([s.truncated for s in samples]))
 
-    def plus(self, other: "Lengths", times: int = 1) -> "Lengths":
-        groups, samples, tokens, sampled, truncated = other
-        return Lengths(
-            self.groups + times * groups,
-            self.samples + times * samples,
-            self.tokens + times * tokens,
-            self.sampled + times * sampled,
-            self.truncated + times * truncated,
-        )
+NO_SAMPLES = Lengths(groups=1)
+"""A group that was never made, or was discarded."""
 
 
 @dataclass(slots=True)
 class ItemState:
-    """One item, as the store has it without the last three fields."""
+    """One item; the store has all but the last three fields."""
 
     number: int
     row: int
@@ -121,31 +111,24 @@ class ItemState:
     attempts: int = 0
     batch: int = -1
     """Its batch; if it left before it had one, the next batch at that time; else -1."""
-    samples: int = 0
-    tokens: int = 0
-    sampled: int = 0
-    truncated: int = 0
+    lengths: Lengths = NO_SAMPLES
     since: float = 0.0
     elsewhere_until: float = 0.0
     """Until then a waiting item does not go to `server`."""
     held_back: bool = False
     """Until `elsewhere_until` it goes to no server."""
 
-    def row_values(self) -> tuple[int | str, ...]:
-        now = (self.number, self.row, self.epoch, self.state, self.reason, self.version, self.server, self.lease)
-        return (*now, self.request, self.attempts, self.batch, self.samples, self.tokens, self.sampled, self.truncated)
-
-    def as_lease(self) -> Lease:
-        return Lease(self.number, self.lease, self.row, self.epoch, self.version)
-
-    @property
-    def lengths(self) -> Lengths:
-        return Lengths(1, self.samples, self.tokens, self.sampled, self.truncated)
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> "ItemState":
+        """Undo `item_values`."""
+        item = cls(*values[:-4])
+        item.lengths = Lengths(1, *values[-4:])
+        return item
 
     @property
     def accepted(self) -> bool:
         """Whether its last lease ended with an accepted group."""
-        return self.state in ("stored", "batched") or (self.state in CLOSED and self.samples > 0)
+        return self.state in ("stored", "batched") or (self.state in CLOSED and self.lengths.samples > 0)
 
     def lease_over(self, lease: int) -> str:
         now = {
@@ -158,6 +141,13 @@ class ItemState:
         }[self.state]
         reason = f" ({self.reason})" if self.reason and self.state in ("waiting", "leased") else ""
         return f"lease {lease} of item {self.number} is over{reason}; {now}"
+
+
+item_values: Callable[[ItemState], tuple[int | str, ...]] = attrgetter(
+    *("number", "row", "epoch", "state", "reason", "version", "server", "lease", "request", "attempts", "batch"),
+    *("lengths.samples", "lengths.tokens", "lengths.sampled", "lengths.truncated"),
+)
+"""What the store has of an item, in the order of its columns."""
 
 
 class EvaluationRow(NamedTuple):
@@ -191,9 +181,8 @@ class Changes:
     scalars: dict[str, int | str] = field(default_factory=dict)
     """Counters, and in `ended` the text of `reasons.ended`."""
 
-    def __bool__(self) -> bool:
-        changed = self.items, self.sample_stats, self.discarded, self.batches, self.totals, self.scalars
-        return any((*changed, self.rows, self.evaluations))
+
+NO_CHANGES = Changes()
 
 
 @dataclass(frozen=True)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 from buffer.ledger.evaluations import Reach
 from buffer.ledger.order import Order
-from buffer.ledger.pool import room
+from buffer.ledger.pool import feasible, left_behind, room
 from buffer.ledger.state import LedgerState
 from buffer.ledger.types import ItemState, Lengths, Outcome, Terms
 
@@ -35,7 +35,7 @@ class LedgerView:
             return "versions"
         if state.trend.given_up:
             return "failed"
-        if not self.used_up() or state.pool.num_open:
+        if not self.all_dispatched() or state.pool.num_waiting or state.pool.num_open:
             return None
         return "data" if state.num_formed or not (self.failed() or self.num_quarantined) else "failed"
 
@@ -68,12 +68,10 @@ class LedgerView:
         terms, state, pool = self._terms, self._state, self._state.pool
         if state.trend.given_up or (terms.versions is not None and state.version >= terms.versions):
             return False
-        if pool.ready(state.version, terms.groups, terms.max_staleness):
+        left = left_behind(pool.open, pool.stored_by, terms.groups)
+        if len(pool.stored) >= terms.groups and feasible(left, state.version + 1, terms.groups, terms.max_staleness):
             return True
-        return self.used_up() and 0 < pool.num_stored == pool.num_open
-
-    def used_up(self) -> bool:
-        return self.all_dispatched() and not self._state.pool.num_waiting
+        return 0 < len(pool.stored) == pool.num_open and self.all_dispatched() and not pool.num_waiting
 
     def all_dispatched(self) -> bool:
         terms = self._terms
@@ -82,7 +80,7 @@ class LedgerView:
     def is_hopeless(self) -> bool:
         """Whether attempts fail and no group is made. Attempts under way count as if they would succeed."""
         failures, pool = self._state.trend.failures_in_row, self._state.pool
-        attempts = failures + pool.num_open - pool.num_stored
+        attempts = failures + pool.num_open - len(pool.stored)
         enough = failures >= max(LEAST_FAILURES, LEAST_BATCHES * self._terms.groups)
         return enough and failures > self._terms.max_failed_share * attempts
 
@@ -92,7 +90,7 @@ class LedgerView:
 
     def counts(self) -> dict[str, int]:
         pool, totals = self._state.pool, self._state.totals
-        now = {"leased": pool.num_open - pool.num_stored, "stored": pool.num_stored, "waiting": pool.num_waiting}
+        now = {"leased": pool.num_open - len(pool.stored), "stored": len(pool.stored), "waiting": pool.num_waiting}
         trained = totals.groups("trained")
         return now | {
             "batched": self._state.num_formed - trained,
@@ -102,8 +100,7 @@ class LedgerView:
         }
 
     def problems_by_state(self) -> dict[str, int]:
-        rows = self._state.rows
-        return rows.bands() | self._order.counts(self._state) | {"left_out": len(rows.left_out)}
+        return self._state.rows.bands | self._order.counts(self._state)
 
     def left_out(self) -> dict[int, str]:
         return self._state.rows.left_out

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from buffer.store import pages, sql, witness
 from buffer.store.faults import StoreError
-from buffer.store.write_ahead import PAGE, Log
+from buffer.store.pages import PAGE, Log
 
 LOG_PAGES = 4096
 """Pages of the write-ahead log after which it is begun anew."""

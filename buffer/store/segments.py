@@ -9,7 +9,7 @@ takes the file system 50 ms.
 import errno
 import os
 import resource
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import accumulate, pairwise
@@ -65,13 +65,15 @@ class Segments:
             for item, samples in groups.items():
                 size = sum(map(len, samples))
                 if self.end and self.end + size > SEGMENT_BYTES:
-                    self._write(begin, waiting)
+                    if waiting:
+                        self._write(begin, waiting)
                     self._close_file()
                     self.number, self.end, begin, waiting = self.number + 1, 0, 0, []
                 places[item] = Place(self.number, self.end)
                 waiting += samples
                 self.end += size
-            self._write(begin, waiting)
+            if waiting:
+                self._write(begin, waiting)
             yield places
         except BaseException:
             self.number, self.end = before
@@ -128,8 +130,6 @@ class Segments:
             self._open = None
 
     def _write(self, position: int, samples: Sequence[bytes]) -> None:
-        if not samples:
-            return
         descriptor = self._descriptor()
         if self.end > self._allocated:
             with suppress(OSError):  # the write itself will raise
@@ -259,40 +259,3 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-Group = Sequence[bytes]
-FREE_AT_ONCE = 8
-"""Groups freed in a turn of the event loop: each has megabytes."""
-
-
-class GroupCache:
-    """The latest groups: most are batched before they would be read back."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes, self.bytes = max_bytes, 0
-        self._groups: dict[int, Group] = {}
-        self._forgotten: list[Group] = []
-
-    def add(self, item: int, group: Group) -> None:
-        self.forget(item)
-        self._groups[item] = group
-        self.bytes += sum(map(len, group))
-        while self.bytes > self.max_bytes:
-            self.forget(next(iter(self._groups)))
-
-    def get(self, item: int) -> Group | None:
-        return self._groups.get(item)
-
-    def release(self, items: Iterable[int]) -> None:
-        """Forget these items. `free` frees their memory later: hundreds at once would take 20 ms."""
-        for item in items:
-            if group := self._groups.get(item):
-                self._forgotten.append(group)
-                self.forget(item)
-
-    def free(self, most: int = FREE_AT_ONCE) -> None:
-        del self._forgotten[-most:]
-
-    def forget(self, item: int) -> None:
-        self.bytes -= sum(map(len, self._groups.pop(item, ())))

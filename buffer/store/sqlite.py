@@ -32,8 +32,8 @@ from buffer.store.opening import (
     read_only,
     require_whole,
 )
+from buffer.store.pages import log_of
 from buffer.store.segments import Groups, InMemory, Place, Segments
-from buffer.store.write_ahead import log_of
 from configs.resume import Change, Settings
 from configs.variables import open_private, run_folder
 
@@ -140,7 +140,7 @@ class Store:
         """What `Ledger.restore` needs. Raises StoreError if the file is damaged."""
         with explained(self.path):
             scalars = dict(self._db.execute(sql.SCALARS))
-            items = tuple(ItemState(*row) for row in self._db.execute(sql.KEPT, [scalars.get("oldest", 0)]))
+            items = tuple(ItemState.of(row) for row in self._db.execute(sql.KEPT, [scalars.get("oldest", 0)]))
             totals = {(what, which): Lengths(*sums) for what, which, *sums in self._db.execute("SELECT * FROM totals")}
             failed = tuple(self._db.execute(sql.FAILED_ROWS, [EXAMPLES]))
             evaluations = tuple(EvaluationRow(*row) for row in self._db.execute(sql.EVALUATED))
@@ -150,7 +150,7 @@ class Store:
 
     def closed(self, item: int) -> ItemState | None:
         row = self._db.execute(sql.CLOSED, [item]).fetchone()
-        return ItemState(*row) if row else None
+        return ItemState.of(row) if row else None
 
     def commit(self, transaction: Transaction) -> None:
         """Write all of the transaction or, with sqlite3.Error or OSError raised, nothing."""
@@ -283,7 +283,8 @@ class Store:
         if self._sums:
             self._sums.note()
         if self._witness:
-            self._witness.note()
+            with suppress(OSError):  # the commit is done; the next one writes its number
+                self._witness.note()
 
 
 def reading(path: Path) -> sqlite3.Connection:

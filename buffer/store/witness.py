@@ -24,7 +24,7 @@ from google_crc32c import value as crc32c
 
 from buffer.store import sql
 from buffer.store.faults import ACCEPT, LostCommits, StoreGone
-from buffer.store.write_ahead import log_of
+from buffer.store.pages import log_of
 from configs.checkpoint_files import crc32c_of
 from configs.variables import open_private
 
@@ -51,20 +51,17 @@ class Witness:
             os.posix_fallocate(self._descriptor, 0, self._size)
             os.ftruncate(self._descriptor, self._size)
             self._memory = mmap(self._descriptor, self._size)
-            self._write()
+            self.note(commits=0)
         except BaseException:
             os.close(self._descriptor)
             raise
 
-    def _write(self) -> None:
+    def note(self, commits: int = 1) -> None:
+        """Count so many more commits. Raises OSError."""
+        self.number += commits
         if os.fstat(self._descriptor).st_size < self._size:  # somebody cut it: what lies beyond its end has no memory
             os.ftruncate(self._descriptor, self._size)
         self._memory[:] = line_of(Commits(self.ledger, self.number))
-
-    def note(self) -> None:
-        self.number += 1
-        with suppress(OSError):  # the commit is done; the next one writes its number
-            self._write()
 
     def close(self) -> None:
         with suppress(OSError):  # the ledger is complete without it

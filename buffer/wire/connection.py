@@ -13,7 +13,7 @@ import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, overload
 
 import zmq
 import zmq.asyncio
@@ -29,6 +29,7 @@ MAX_RETRY = 12
 ANEW = 6
 """Repeated Hellos until the socket connects anew: a handshake may be on its way at a busy buffer."""
 Answer = TypeVar("Answer", bound=Message)
+Other = TypeVar("Other", bound=Message)
 
 # Both ends leave dead networks to the kernel. No ZMQ_HEARTBEAT_IVL at either: libzmq 4.3.5 aborts the buffer where its
 # own timer, or the ping of a client, meets a connection that broke while RCVHWM stopped its reading, as when a client
@@ -209,7 +210,12 @@ class Connection:
         finally:
             self._dealer.close()
 
-    async def request(self, message: Message) -> Message:
+    @overload
+    async def expect(self, message: Message, kind: type[Answer], /) -> Answer: ...
+    @overload
+    async def expect(self, message: Message, kind: type[Answer], other: type[Other], /) -> Answer | Other: ...
+    async def expect(self, message: Message, /, *kinds: type[Message]) -> Message:
+        """Return the answer, of one of these kinds. Raises RefusedError, ProtocolFault."""
         if self._fatal:
             raise self._fatal
         frame = pack(number := next(self._numbers), message)
@@ -229,15 +235,11 @@ class Connection:
                 wait_s = min(2 * wait_s, MAX_RETRY * self.retry_s)
                 if self._welcomed.is_set() and not pending.is_put_off:
                     self._dealer.send(frame)
-            return answer.result()
         finally:
             del self._pending[number]
-
-    async def expect(self, message: Message, kind: type[Answer]) -> Answer:
-        answer = await self.request(message)
-        if not isinstance(answer, kind):
-            raise ProtocolFault.of(message, answer)
-        return answer
+        if not isinstance(found := answer.result(), kinds):
+            raise ProtocolFault.of(message, found)
+        return found
 
     def _say_hello(self) -> None:
         self._welcomed.clear()

@@ -11,14 +11,13 @@ request that cannot be answered yet. docs/design/samples-wire.md says what the m
     anybody:  Status -> State    and whatever is wrong -> Refused;  NotRegistered: say Hello first, then repeat
 """
 
-from functools import cached_property
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, FiniteFloat
 
 from buffer.data.servable import MOST_KEYS
 from buffer.ledger.types import FailureKind as FailureKind  # part of the wire
-from buffer.ledger.types import Outcome, SampleStats
+from buffer.ledger.types import Outcome
 from buffer.wire.message import (
     MOST_RANKS,
     Array,
@@ -105,11 +104,6 @@ class Put(Message):
     item: Count
     lease: Count
     samples: Held[bytes]
-
-    @cached_property
-    def figures(self) -> list[SampleStats]:
-        """Set when the samples are judged. A private attribute would take pydantic ten times as long."""
-        return []
 
 
 class Fail(Message):

@@ -21,6 +21,12 @@ WARN_S = 10.0
 Upcoming = Callable[[int], Sequence[int]]
 
 
+class NothingMade:
+    """Stands for `Problems` where the rows are there from the start."""
+
+    num_made = 0
+
+
 class ServedRows:
     """`problems` are the rows of the data set, by the number that the ledger calls `index`."""
 
@@ -28,11 +34,9 @@ class ServedRows:
         self._rows, self._problems = problems, problems if isinstance(problems, Problems) else None
         self.away = ""
         self._away_until = self._warned_at = -math.inf
-        self._returns = 0
-
-    @property
-    def revision(self) -> int:
-        return self._returns + (self._problems.num_made if self._problems else 0)
+        self.returns = 0
+        """How often files that were away could be tried again."""
+        self.made = self._problems or NothingMade
 
     @property
     def why_away(self) -> str:
@@ -43,7 +47,7 @@ class ServedRows:
         if now < self._away_until:
             return self._away_until
         self.away = ""
-        self._returns += 1
+        self.returns += 1
         return None
 
     def note_away(self, error: ImageUnavailable, now: float, pause: bool = True) -> None:

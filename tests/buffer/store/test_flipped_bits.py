@@ -18,9 +18,9 @@ from buffer.problems import Problems
 from buffer.store import pages
 from buffer.store.faults import LostCommits, StoreError
 from buffer.store.opening import require_whole
+from buffer.store.pages import log_of
 from buffer.store.past import accept_loss, losses, past
 from buffer.store.sqlite import Store
-from buffer.store.write_ahead import log_of
 from configs.load import load
 from tests.buffer.store.test_sqlite import accept, ledger_of
 

@@ -16,8 +16,8 @@ import pytest
 from buffer.store import opening, pages, sql, sqlite, witness
 from buffer.store.faults import LostCommits, StoreError
 from buffer.store.opening import LOG_PAGES, require_whole
+from buffer.store.pages import FRAME, Log, log_of
 from buffer.store.past import losses
-from buffer.store.write_ahead import FRAME, Log, log_of
 from configs.load import load
 from tests.buffer.store.test_damage import as_schema_7, flip
 from tests.buffer.store.test_flipped_bits import go_on, open_store
