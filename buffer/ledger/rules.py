@@ -15,10 +15,9 @@ from buffer.ledger.counts import GIVEN_UP_FAILED, GIVEN_UP_FLAT, GIVEN_UP_ROWS, 
 from buffer.ledger.difficulty import DifficultyOrder, Shares
 from buffer.ledger.evaluations import Evaluations
 from buffer.ledger.order import EpochOrder, Order
-from buffer.ledger.pool import feasible, keepable
 from buffer.ledger.scaling import WantedServers
 from buffer.ledger.state import LedgerState, ServerRecord
-from buffer.ledger.training import Batches, Suspicion
+from buffer.ledger.training import Batches, LedgerView, Suspicion, feasible, keepable
 from buffer.ledger.types import (
     OPEN,
     Changes,
@@ -32,7 +31,6 @@ from buffer.ledger.types import (
     item_values,
     server_name,
 )
-from buffer.ledger.view import LedgerView
 
 ZERO_VARIANCE = "zero variance"
 FIXED = ("problems", "seed", "shuffle")
@@ -184,7 +182,10 @@ class Ledger:
             held = (self.state.items[item] for item in record.leases.values())
             work += [item for item in held if item.request == request]
         else:
-            record.record_ask(request, version, now)
+            if not request or record.asked.get(request) != version:  # a repeated Ask is no news: heartbeats know better
+                record.version, record.heard = version, now
+                if request:
+                    remember(record.asked, request, version)
             dispatched = min(record.version, self.state.ceiling)
             free = self.view.room(dispatched, server) if now < record.heard + self.terms.lease_s else 0
             while len(work) < min(room, free) and (item := self._attempts.next_item(server)):
@@ -283,7 +284,7 @@ class Ledger:
             state.revision += 1
         holders = [server for server in state.servers.values() if server.leases]
         for holder in holders:
-            if not self._attempts.is_alive(holder, now):
+            if now >= holder.heard + lease_s:
                 self._attempts.end_all(holder, f"its server was not heard of for {lease_s:g} s", now)
         ends = [holder.heard + lease_s for holder in holders if holder.leases]
         if pool.next_wait_end is not None:

@@ -3,14 +3,16 @@
 Each step keeps the counts right and notes what it changed. `rules.py` decides which step comes.
 """
 
-from collections.abc import Mapping, Sequence
+import heapq
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from buffer.ledger.counts import GIVEN_UP_FAILED, GIVEN_UP_ROWS, LONG_REASON, Rows, Totals, Trend, remember
-from buffer.ledger.pool import Pool
 from buffer.ledger.types import (
     CLOSED,
     NO_SAMPLES,
+    OPEN,
     Changes,
     FailureKind,
     FormedBatch,
@@ -19,7 +21,10 @@ from buffer.ledger.types import (
     SampleStats,
     Saved,
     item_values,
+    server_name,
 )
+
+NOBODY = ""
 
 
 @dataclass
@@ -35,14 +40,6 @@ class ServerRecord:
     """Requests that got work, latest last."""
     done: dict[int, None] = field(default_factory=dict)
     """Leases that ended with an accepted group, latest last."""
-
-    def record_ask(self, request: int, version: int, now: float) -> None:
-        """A repeated Ask is no news: later heartbeats know better."""
-        if request and self.asked.get(request) == version:
-            return
-        if request:
-            remember(self.asked, request, version)
-        self.version, self.heard = version, now
 
 
 class Journal:
@@ -75,6 +72,88 @@ class UndonePolicies:
         if ceiling > version:
             self.restored = min(self.restored, version) if version <= self.reached else version
             self.reached = max(self.reached, ceiling)
+
+
+class Pool:
+    """Open items, and those that wait to be dispatched again."""
+
+    def __init__(self, items: Iterable[ItemState] = ()) -> None:
+        items = list(items)
+        self.open = Counter(item.version for item in items if item.state in OPEN)
+        """By dispatch version."""
+        self.stored = [(item.version, item.number) for item in items if item.state == "stored"]
+        """A heap of (d, item)."""
+        heapq.heapify(self.stored)
+        self.stored_by = Counter(version for version, _ in self.stored)
+        """By dispatch version."""
+        self._anywhere: list[int] = []
+        self._elsewhere: dict[str, deque[tuple[float, int]]] = {}
+        """(until when, item) by the server that failed at them. Items under NOBODY go to no server until then."""
+        for item in sorted((item for item in items if item.state == "waiting"), key=lambda item: item.elsewhere_until):
+            self.wait(item)
+
+    @property
+    def num_open(self) -> int:
+        return self.open.total()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._anywhere) + sum(map(len, self._elsewhere.values()))
+
+    def num_elsewhere(self, server: str) -> int:
+        """Items that wait for another server."""
+        return len(self._elsewhere.get(server_name(server), ()))
+
+    @property
+    def num_held(self) -> int:
+        """Items that go to no server before their time."""
+        return len(self._elsewhere.get(NOBODY, ()))
+
+    def wait(self, item: ItemState) -> None:
+        if item.elsewhere_until:
+            held = self._elsewhere.setdefault(NOBODY if item.held_back else server_name(item.server), deque())
+            held.append((item.elsewhere_until, item.number))
+        else:
+            heapq.heappush(self._anywhere, item.number)
+
+    @property
+    def next_wait_end(self) -> float | None:
+        """When the first waiting item may go to any server."""
+        return min((held[0][0] for held in self._elsewhere.values()), default=None)
+
+    def end_waits(self, now: float) -> None:
+        for name, held in list(self._elsewhere.items()):
+            while held and now >= held[0][0]:
+                heapq.heappush(self._anywhere, held.popleft()[1])
+            if not held:
+                del self._elsewhere[name]
+
+    def next_waiting(self, server: str) -> int | None:
+        elsewhere = self._elsewhere.items()
+        fronts = {held[0][1]: name for name, held in elsewhere if name not in (NOBODY, server_name(server))}
+        first = min([*fronts, *self._anywhere[:1]], default=None)
+        if first in fronts:
+            self._elsewhere[fronts[first]].popleft()
+            if not self._elsewhere[fronts[first]]:
+                del self._elsewhere[fronts[first]]
+        elif first is not None:
+            heapq.heappop(self._anywhere)
+        return first
+
+    def remove_open(self, version: int) -> None:
+        self.open -= Counter((version,))
+
+    def store(self, version: int, item: int) -> None:
+        heapq.heappush(self.stored, (version, item))
+        self.stored_by[version] += 1
+
+    def take(self, number: int) -> list[tuple[int, int]]:
+        """Take out the stored items with the smallest (d, item)."""
+        taken = [heapq.heappop(self.stored) for _ in range(number)]
+        by_version = Counter(version for version, _ in taken)
+        self.open -= by_version
+        self.stored_by -= by_version
+        return taken
 
 
 class LedgerState:

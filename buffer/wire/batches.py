@@ -1,4 +1,8 @@
-"""The untrained groups, and how a batch of them is split into a part for each learner rank."""
+"""What is served: rows as they are dispatched, untrained groups, and a batch as a part for each learner rank.
+
+Rows of reasoning-gym have to be made first, and image files may be away for a while. Then requests wait, and the buffer
+does not.
+"""
 
 import heapq
 import logging
@@ -14,15 +18,17 @@ from typing import Any
 
 import numpy as np
 
+from buffer.data.image_rows import IMAGES, ImageUnavailable
+from buffer.data.images import ImageError
 from buffer.ledger.rules import Ledger
 from buffer.ledger.types import Changes, FormedBatch, SampleStats
+from buffer.problems import READ_AHEAD, Problems
 from buffer.store.faults import DamagedSample
 from buffer.store.sqlite import Store
 from buffer.wire.limits import Limits
 from buffer.wire.message import Array
 from buffer.wire.protocol import Part, RowImages, SampleRows, Take
 from buffer.wire.sample import stats_of
-from buffer.wire.served_rows import ServedRows
 from buffer.wire.values import WrongValue
 from configs.flow.capacity import CACHE_BYTES
 
@@ -34,6 +40,12 @@ MOST_OF_A_RANK = 0.75
 """Share of a rank's mean load; a larger group may be cut, as it would leave another rank waiting."""
 MOST_COLUMNS = 1024
 """A reward function may name a metric for each problem."""
+AWAY_S = 1.0
+"""Pause before image files are read again."""
+WARN_S = 10.0
+Upcoming = Callable[[int], Sequence[int]]
+BYTES_PER_ROW = 256
+"""Most bytes of the figures of a sample in a part."""
 FREE_AT_ONCE = 8
 """Groups freed in a turn of the event loop: each has megabytes, and hundreds at once would take 20 ms."""
 
@@ -59,6 +71,74 @@ class GroupCache:
             if group := self.groups.pop(item, None):
                 self.bytes -= sum(map(len, group))
                 self.forgotten.append(group)
+
+
+class NothingMade:
+    """Stands for `Problems` where the rows are there from the start."""
+
+    num_made = 0
+
+
+class ServedRows:
+    """`problems` are the rows of the data set, by the number that the ledger calls `index`."""
+
+    def __init__(self, problems: Sequence[Mapping[str, Any]]) -> None:
+        self._rows, self._problems = problems, problems if isinstance(problems, Problems) else None
+        self.away = ""
+        self._away_until = self._warned_at = -math.inf
+        self.returns = 0
+        """How often files that were away could be tried again."""
+        self.made = self._problems or NothingMade
+
+    @property
+    def why_away(self) -> str:
+        return f"images cannot be read: {self.away}" if self.away else ""
+
+    def expire(self, now: float) -> float | None:
+        """Try image files again when it is time; returns when to call again."""
+        if now < self._away_until:
+            return self._away_until
+        self.away = ""
+        self.returns += 1
+        return None
+
+    def note_away(self, error: ImageUnavailable, now: float, pause: bool = True) -> None:
+        """`pause`: no other file is read for AWAY_S."""
+        if now >= self._warned_at + WARN_S:
+            self._warned_at = now
+            log.warning("images cannot be read now, and are tried again: %s", error)
+        if pause:
+            self.away, self._away_until = str(error), now + AWAY_S
+
+    def room(self, upcoming: Upcoming, wanted: int) -> int:
+        """The next rows are made meanwhile."""
+        if not self._problems:
+            return wanted
+        self._problems.expect(lambda: upcoming(READ_AHEAD))
+        ready = self._problems.num_ready(lambda: upcoming(wanted))
+        return wanted if ready is None else min(wanted, ready)
+
+    def has_next(self, upcoming: Upcoming) -> bool:
+        """If the next row is not ready, no Ask gets a row."""
+        return not self._problems or self._problems.num_ready(lambda: upcoming(1)) != 0
+
+    def problem(self, row: int) -> dict[str, Any]:
+        """Raises ImageError, or ImageUnavailable for an image that may come back."""
+        problem = dict(self._rows[row])
+        return problem | {IMAGES: list(problem[IMAGES])} if problem.get(IMAGES) else problem
+
+    def images_of(self, item: int, row: int) -> RowImages | None:
+        """Does not make the row. Raises ImageUnavailable, and ImageError for a file that is gone or has changed."""
+        try:
+            if self._problems:
+                files: Sequence[bytes] = (self._problems.images and self._problems.images.of(row)) or ()
+            else:
+                files = self._rows[row].get(IMAGES, ())
+        except ImageUnavailable:
+            raise
+        except ImageError as error:
+            raise ImageError(f"item {item}, row {row}: {error}") from None
+        return RowImages(item=item, images=list(files)) if files else None
 
 
 @dataclass
@@ -148,13 +228,12 @@ class UntrainedGroups:
                     log.warning(TOO_MANY, take.version, cut.metrics_left_out, MOST_COLUMNS)
             if self.turn.over():
                 return None
-            part = self._cut[1].part(
-                take.rank, self._fetch, lambda item: self._rows.images_of_item(item, items[item].row)
-            )
+            part = self._cut[1].part(take.rank, self._fetch, lambda item: self._rows.images_of(item, items[item].row))
         except DamagedSample as damage:
             self._leave_out(damage, take.version)
             return None
-        self.turn.room -= part.size_hint()
+        files = sum([len(data) for row in part.images for data in row.images])
+        self.turn.room -= sum(map(len, part.samples)) + files + BYTES_PER_ROW * len(self._cut[1].samples)
         return part
 
     def _read_figures(self, items: Sequence[int]) -> bool:
@@ -263,7 +342,7 @@ class BatchCut:
         if len(self._rows.metrics) == MOST_COLUMNS:
             named = {name for *_, group in groups for stats in group for name in stats.metrics}
             self.metrics_left_out = len(named) - MOST_COLUMNS
-        self._samples = [(item, index) for item, _, group in groups for index in range(len(group))]
+        self.samples = [(item, index) for item, _, group in groups for index in range(len(group))]
         if share_prompts:
             self._ranks = cut_groups([group for *_, group in groups], world)
         else:
@@ -277,7 +356,7 @@ class BatchCut:
     ) -> Part:
         """`fetch` returns samples of an item, by their places in the group."""
         positions = self._ranks[rank]
-        found = groupby(map(self._samples.__getitem__, positions), itemgetter(0))
+        found = groupby(map(self.samples.__getitem__, positions), itemgetter(0))
         chosen = [(item, [index for _, index in of_item]) for item, of_item in found]
         files = (images_of(item) for item, _ in sorted(chosen))
         return Part(

@@ -19,7 +19,7 @@ from buffer.ledger.rules import Ledger
 from buffer.ledger.types import NO_CHANGES, Transaction, server_name
 from buffer.store.sqlite import Store
 from buffer.wire import protocol
-from buffer.wire.batches import UntrainedGroups
+from buffer.wire.batches import WARN_S, ServedRows, UntrainedGroups
 from buffer.wire.limits import Limits
 from buffer.wire.message import Message
 from buffer.wire.peers import Peer, Peers
@@ -39,7 +39,6 @@ from buffer.wire.protocol import (
     WorkItem,
 )
 from buffer.wire.sample import stats_of
-from buffer.wire.served_rows import WARN_S, ServedRows
 from buffer.wire.values import WrongValue
 from configs.resume import Change
 
@@ -141,6 +140,8 @@ class TakeVerb:
         except ImageUnavailable as error:
             self._rows.note_away(error, now)
             return None
+        except ImageError as error:
+            raise ImageError(f"{error}, and start the learner again") from None
 
     def _counts(self, version: int) -> dict[str, Any]:
         ledger, state, totals = self._ledger, self._ledger.state, self._ledger.state.totals
@@ -186,7 +187,8 @@ class PutVerb:
                 raise WrongValue(what, f"{len(put.samples)} samples, batch.samples is {self._limits.samples}")
             figures = stats_of(put.item, put.samples, self._limits.bounds)
             shown = max([sample.row_images for sample in figures])
-            if shown and item and shown > (has := len(self._rows.images_of(item.row))):
+            images = self._rows.images_of(put.item, item.row) if shown and item else None
+            if shown and item and shown > (has := len(images.images) if images else 0):
                 problem = f"a sample shows {shown} images of row {item.row}, which has {has}"
                 raise WrongValue("images", problem).within(what)
         except WrongValue as error:

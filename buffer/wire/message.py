@@ -84,11 +84,7 @@ class Message(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True)
 
     FRAMED: ClassVar[str] = ""
-    """Name of the list of byte strings that may travel as frames."""
-
-    def size_hint(self) -> int:
-        """An upper bound of the packed bytes of megabytes, else 0: the message is packed in place, not grown."""
-        return 0
+    """Name of the list of byte strings that may travel as frames: such a message has megabytes."""
 
 
 class Array(Message):
@@ -119,10 +115,9 @@ class Array(Message):
 def pack(number: int, message: Message) -> Frame:
     """One message as one frame."""
     fields = {"kind": type(message).__name__, "id": number, **message.model_dump()}
-    size = message.size_hint()
-    if not size:
+    if not message.FRAMED:
         return bytes(msgpack.packb(fields, **TEXT))
-    packer = msgpack.Packer(autoreset=False, buf_size=size, **TEXT)
+    packer = msgpack.Packer(autoreset=False, **TEXT)  # without a copy at the end
     packer.pack(fields)
     return memoryview(packer.getbuffer())
 

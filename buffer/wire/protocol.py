@@ -41,7 +41,6 @@ from buffer.wire.message import (
 )
 
 PROTOCOL = 14
-OVERHEAD_PER_ROW = 256
 MOST_REASON = 1000
 LAUNCHER: Literal["launcher"] = "launcher"
 OBSERVER: Literal["observer"] = "observer"
@@ -347,10 +346,6 @@ class Part(Message):
     suspect: bool = False
     """Starts of the learner ended with this batch: its groups are to be tried one by one."""
     FRAMED: ClassVar[str] = "samples"
-
-    def size_hint(self) -> int:
-        files = [len(data) + OVERHEAD_PER_ROW for row in self.images for data in row.images]
-        return sum(map(len, self.samples)) + sum(files) + OVERHEAD_PER_ROW * (int(self.rows.item.shape[0]) + 1)
 
 
 class Finished(Message):

@@ -78,7 +78,7 @@ class ParkedRequests:
 
     def __init__(self) -> None:
         self.by_key: dict[Key, PendingRequest] = {}
-        self._groups: defaultdict[AwaitedNews, dict[Key, PendingRequest]] = defaultdict(dict)
+        self.by_wait: defaultdict[AwaitedNews, dict[Key, PendingRequest]] = defaultdict(dict)
         self._of: defaultdict[tuple[bytes, str], dict[Key, PendingRequest]] = defaultdict(dict)
         self._places = count()
 
@@ -87,7 +87,7 @@ class ParkedRequests:
         known = self.pop(request.key)
         request.place, request.wait = known.place if known else next(self._places), wait
         own = self._of[request.identity, request.kind]
-        for group in self.by_key, self._groups[wait], own:
+        for group in self.by_key, self.by_wait[wait], own:
             group[request.key] = request
         return list(own.values())[: max(0, len(own) - MOST_PENDING.get(request.kind, len(own)))]
 
@@ -96,22 +96,19 @@ class ParkedRequests:
             return None
         wait, request.wait, own = request.wait, None, (request.identity, request.kind)
         assert wait
-        del self._groups[wait][key], self._of[own][key]
-        if not self._groups[wait]:
-            del self._groups[wait]
+        del self.by_wait[wait][key], self._of[own][key]
+        if not self.by_wait[wait]:
+            del self.by_wait[wait]
         if not self._of[own]:
             del self._of[own]
         return request
 
-    def waits(self, kind: str = "", but: str = "") -> list[AwaitedNews]:
-        return [wait for wait in self._groups if (wait.kind == kind if kind else wait.kind != but)]
-
     def of(self, waits: Iterable[AwaitedNews]) -> list[tuple[AwaitedNews, PendingRequest]]:
-        found = [(wait, request) for wait in waits for request in self._groups.get(wait, {}).values()]
+        found = [(wait, request) for wait in waits for request in self.by_wait.get(wait, {}).values()]
         return sorted(found, key=lambda pair: pair[1].place)
 
     def __iter__(self) -> Iterator[PendingRequest]:
-        return (request for _, request in self.of(self._groups))
+        return (request for _, request in self.of(self.by_wait))
 
 
 class DelayedPuts:
@@ -229,22 +226,23 @@ class PendingRequests:
         again = self._postponed
         while again or self._tried != revision_of(self.handlers):
             again, self._tried = False, revision_of(self.handlers)
-            for wait in self._parked.waits(but="Ask"):
+            for wait in [wait for wait in self._parked.by_wait if wait.kind != "Ask"]:
                 for _, request in self._parked.of([wait]):
                     self._try(request, now)
                     if request.wait is not None:
                         break  # the others wait for the same
-            self._retry_asks(now)
-        if self._delayed.requests and not self.handlers.groups.full and not self._parked.waits("Put"):
+            if asks := [wait for wait in self._parked.by_wait if wait.kind == "Ask"]:
+                self._retry_asks(asks, now)
+        is_full = self.handlers.groups.full or AwaitedNews("Put") in self._parked.by_wait
+        if self._delayed.requests and not is_full:
             for request in self._delayed.ask_for(now):
                 if request.identity in self.handlers.peers.known:
                     self._answer(request, protocol.Again())
         self._postponed = self.handlers.groups.turn.postponed
 
-    def _retry_asks(self, now: float) -> None:
-        waits, closed = self._parked.waits("Ask"), -1
-        newest = max((wait.version for wait in waits), default=-1)
-        if newest < 0 or not self.handlers.ask.admits(newest):
+    def _retry_asks(self, waits: Sequence[AwaitedNews], now: float) -> None:
+        closed, newest = -1, max(wait.version for wait in waits)
+        if not self.handlers.ask.admits(newest):
             return
         for wait, request in self._parked.of(waits):
             if wait.version <= closed:
@@ -312,8 +310,8 @@ class PendingRequests:
     def _note_learner(self, request: PendingRequest) -> None:
         """A Take of a batch that is not formed yet lets Puts in."""
         if isinstance(request.message, protocol.Take):
-            waits, groups = self._parked.waits("Take"), self.handlers.groups
-            is_waiting = any(not self.handlers.take.is_formed(wait.version) for wait in waits)
+            takes, groups = [wait for wait in self._parked.by_wait if wait.kind == "Take"], self.handlers.groups
+            is_waiting = any(not self.handlers.take.is_formed(wait.version) for wait in takes)
             groups.revision += is_waiting and not groups.learner_waiting
             groups.learner_waiting = is_waiting
 

@@ -278,25 +278,21 @@ def _parse_fast(samples: Sequence[bytes], bounds: Bounds = ANY) -> list[SampleSt
 
 
 def _fits(column: Mapping[str, bytes], opened: Sequence[Opened], bounds: Bounds) -> bool:
+    """False also for a log-probability within ROUNDING above 0, and for -0."""
     sampled, tokens = np.frombuffer(column["sampled"], np.bool_), np.frombuffer(column["tokens"], UNSIGNED)
+    largest, own = np.maximum.reduce, bounds.placeholder
+    if largest(tokens) >= bounds.vocabulary or (own is not None and np.count_nonzero((tokens == own) > sampled)):
+        return False
     logprobs = [column["behaviour_logprobs"]]
     if any([TAUGHT in places for _, _, places, _ in opened]):
         taught = [(data, number, places.get(TAUGHT)) for data, number, places, _ in opened]
         logprobs.append(b"".join([data[at:] if at else bytes(4 * number) for data, number, at in taught]))
-    own = bounds.placeholder
-    return bool(
-        np.maximum.reduce(tokens) < bounds.vocabulary
-        and all([_are_logprobs(np.frombuffer(found, UNSIGNED), sampled) for found in logprobs])
-        and (own is None or not np.count_nonzero((tokens == own) > sampled))
-    )
-
-
-def _are_logprobs(logprobs: np.ndarray, sampled: np.ndarray) -> bool:
-    """False also within ROUNDING above 0, and for -0. As an integer without a sign, a NaN with the sign is the largest
-    of all; as one with a sign, every log-probability is 0 or less."""
-    largest = np.maximum.reduce
-    in_range = largest(logprobs) <= LEAST_BITS and largest(logprobs.view(SIGNED)) <= 0
-    return bool(in_range and not np.count_nonzero((logprobs != 0) > sampled))
+    for data in logprobs:
+        # without a sign, a NaN with the sign is the largest of all; with one, every log-probability is 0 or less
+        bits = np.frombuffer(data, UNSIGNED)
+        if largest(bits) > LEAST_BITS or largest(bits.view(SIGNED)) > 0 or np.count_nonzero((bits != 0) > sampled):
+            return False
+    return True
 
 
 def _opened(data: bytes, bounds: Bounds) -> Opened | None:

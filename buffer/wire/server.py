@@ -45,13 +45,14 @@ class ListeningClock:
     def now(self) -> float:
         return self._monotonic() - self._deaf_s
 
-    def mark(self, wait_s: float = 0.0) -> None:
-        """A wait of at most `wait_s` begins, or (0) has ended."""
+    def mark(self, wait_s: float = 0.0) -> float:
+        """A wait of at most `wait_s` begins, or (0) has ended. Returns `now`."""
         at = self._monotonic()
         gap_s = at - self._marked_at - self._may_wait_s
         if gap_s > DEAF_S:
             self._deaf_s += gap_s
         self._marked_at, self._may_wait_s = at, wait_s
+        return at - self._deaf_s
 
 
 class BufferServer:
@@ -89,17 +90,17 @@ class BufferServer:
     async def _serve(self, requests: PendingRequests) -> None:
         memory, handlers, has_parts = MemoryWatch(self.clock.now()), requests.handlers, False
         while True:
-            self.clock.mark()
-            await self._wake(at_once=has_parts)
-            self.clock.mark()
+            await self._wake(self.clock.mark(), at_once=has_parts)
+            now = self.clock.mark()
             began, handlers.groups.turn = time.monotonic(), LoopTurn(seconds=0.0)
             received, more = self._router.receive()
             if not received:  # a commit looks for itself
                 handlers.store.files.require()
-            now, requests.unsent_bytes = self.clock.now(), self._router.unsent.total
+            requests.unsent_bytes = self._router.unsent.total
             for role, frames in received:
                 requests.receive(frames, now, role)
-            for identity in self._router.ended(handlers.peers.known, now):
+            known = handlers.peers.known
+            for identity in self._router.ended(lambda who: known[who].hello.role if who in known else None, now):  # noqa: B023
                 handlers.peers.on_disconnect(identity, now)
             if not more:  # a server is silent only if no message of it waits to be read
                 requests.expire(now)
@@ -117,10 +118,10 @@ class BufferServer:
                 }
                 memory.look(held, now)
 
-    async def _wake(self, at_once: bool) -> None:
+    async def _wake(self, now: float, at_once: bool) -> None:
         if at_once or self._router.plain.poll(0):
             return await asyncio.sleep(0)  # signal handlers run in the loop too
-        wait_s = TICK_S if self._due is None else min(max(0.0, self._due - self.clock.now()), TICK_S)
+        wait_s = TICK_S if self._due is None else min(max(0.0, self._due - now), TICK_S)
         self.clock.mark(wait_s)
         if not self._news.is_set():
             polling = self._router.poller.poll(round(wait_s * 1000) + 1)

@@ -198,8 +198,8 @@ class TriesAll(PendingRequests):
                 self._try(request, now)
         super().retry(now)
 
-    def _retry_asks(self, now):
-        for _, request in self._parked.of(self._parked.waits("Ask")):
+    def _retry_asks(self, waits, now):
+        for _, request in self._parked.of(waits):
             self._try(request, now)
 
 
