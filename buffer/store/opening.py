@@ -1,6 +1,6 @@
 """Opens the ledger's SQLite file: makes it, brings an older one to this schema, and refuses what is not sound.
 
-Every page must have its checksum (`pages.py`). `PRAGMA quick_check` reads every page once more, for what was written
+Every page must have its checksum (`witness.py`). `PRAGMA quick_check` reads every page once more, for what was written
 wrong; RULES compare what SQLite does not. Nothing here reads the samples.
 """
 
@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
-from buffer.store import pages, sql, witness
+from buffer.store import sql, witness
 from buffer.store.faults import StoreError
-from buffer.store.pages import PAGE, Log
+from buffer.store.witness import PAGE, Log
 
 LOG_PAGES = 4096
 """Pages of the write-ahead log after which it is begun anew."""
@@ -62,8 +62,8 @@ def _require_whole(path: Path, known: witness.Commits | None) -> None:
         (schema,) = db.execute("PRAGMA user_version").fetchone()
         require_schema(schema, path)
         witness.require_all(path, known, witness.counted(db))
-        if schema == sql.SCHEMA or pages.file_of(path).exists():
-            pages.require_same(path, stream)
+        if schema == sql.SCHEMA or witness.sums_of(path).exists():
+            witness.require_same_pages(path, stream)
 
 
 def _connected(path: Path) -> sqlite3.Connection:
@@ -76,16 +76,16 @@ def is_begun(path: Path) -> bool:
     return bool(size) and (size != PAGE or bool(Log(path).pages) or not path.read_bytes().startswith(b"SQLite format"))
 
 
-def opened_sums(path: Path, fsync: bool) -> pages.PageSums:
+def opened_sums(path: Path, fsync: bool) -> witness.PageSums:
     """The checksums of the ledger `path`, made where it has none. Raises StoreError, OSError."""
     if not path.is_file():
         raise StoreError(f"buffer.path {path}: unable to open database file; {TO_BE_OPENED}")
-    if not (is_begun(path) and pages.file_of(path).exists()):
-        pages.begin(path)
-    return pages.PageSums(path, fsync, LOG_PAGES)
+    if not (is_begun(path) and witness.sums_of(path).exists()):
+        witness.begin_sums(path)
+    return witness.PageSums(path, fsync, LOG_PAGES)
 
 
-def opened(path: Path | None, fsync: bool, sums: pages.PageSums | None = None) -> sqlite3.Connection:
+def opened(path: Path | None, fsync: bool, sums: witness.PageSums | None = None) -> sqlite3.Connection:
     """Open the ledger `path` for writing; `sums` are its checksums. Raises StoreError or sqlite3.Error.
 
     The log is not copied into the file until `copy_log_at` is called.
@@ -114,7 +114,7 @@ def copy_log_at(db: sqlite3.Connection, log_pages: int) -> None:
     db.execute(f"PRAGMA wal_autocheckpoint = {log_pages}")
 
 
-def close(db: sqlite3.Connection, sums: pages.PageSums | None) -> None:
+def close(db: sqlite3.Connection, sums: witness.PageSums | None) -> None:
     """Close the ledger, which has SQLite copy the log into the file."""
     with suppress(OSError):
         if sums:

@@ -7,7 +7,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from buffer.store import pages, witness
+from buffer.store import witness
 from buffer.store.faults import ACCEPT, LostCommits
 from buffer.store.opening import explained, is_begun, require_whole
 from buffer.store.sqlite import reading
@@ -81,7 +81,7 @@ def accept_loss(config: Config) -> None:
         return
     if commits := _counted(file):
         witness.Witness(file, commits).close()
-        pages.begin(file)
+        witness.begin_sums(file)
     else:
         witness.file_of(file).unlink(missing_ok=True)
     if not is_begun(file) and (version := newest(config.run.path / "checkpoints")):

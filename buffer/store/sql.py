@@ -31,7 +31,7 @@ Readable with any SQLite tool, also while the buffer runs:
               attempts, reason, results, samples, changed_at   claims; why given up; JSON by set: figures, answers
     changes   version, key, old, new, changed_at   settings that a new launch changed, and the version reached by then
 
-`pages.py` keeps a CRC32C of each page of the file. After a change by hand a start needs `--accept-loss`.
+`witness.py` keeps a CRC32C of each page of the file. After a change by hand a start needs `--accept-loss`.
 """
 
 APPLICATION, SCHEMA = 0x48445243, 8

@@ -1,6 +1,6 @@
 """The store: the ledger in one SQLite file, a transaction for each commit, the samples beside it in segments.
 
-No byte is believed unchecked: a sample has its CRC32C, and so has each page (`pages.py`); rows are compared
+No byte is believed unchecked: a sample has its CRC32C, and so has each page (`witness.py`); rows are compared
 (`opening.py`), and so are the number of commits and the files themselves (`witness.py`).
 """
 
@@ -19,7 +19,7 @@ from google_crc32c import value as crc32c
 
 from buffer.ledger.counts import EXAMPLES
 from buffer.ledger.types import Changes, EvaluationRow, ItemState, Lengths, Saved, Transaction
-from buffer.store import pages, segments, sql, witness
+from buffer.store import segments, sql, witness
 from buffer.store.faults import DamagedSample, StoreError
 from buffer.store.lock import InUse, lock_of, locked
 from buffer.store.opening import (
@@ -32,8 +32,8 @@ from buffer.store.opening import (
     read_only,
     require_whole,
 )
-from buffer.store.pages import log_of
 from buffer.store.segments import Groups, InMemory, Place, Segments
+from buffer.store.witness import log_of
 from configs.resume import Change, Settings
 from configs.variables import open_private, run_folder
 
@@ -61,7 +61,7 @@ class Store:
     ) -> None:
         self.path, self._problems, self._place = path, problems, place
         self._witness: witness.Witness | None = None
-        self._sums: pages.PageSums | None = None
+        self._sums: witness.PageSums | None = None
         with ExitStack() as ends, explained(path):
             if path:
                 ends.callback(os.close, _locked(path))
@@ -83,7 +83,7 @@ class Store:
                 self._open_witness(path, known)
                 self._sums.follow()
                 copy_log_at(self._db, LOG_PAGES)
-            self.files = witness.SameFiles([path, log_of(path), pages.file_of(path)] if path else [])
+            self.files = witness.SameFiles([path, log_of(path), witness.sums_of(path)] if path else [])
             self._segments = self._opened_segments(fsync)
             ends.callback(self._segments.close)
             self._known_rows: set[int] = set()
