@@ -13,10 +13,10 @@ LONG_REASON = 200
 OTHER = "other reasons"
 NONE = Lengths()
 GIVEN_UP_FAILED, GIVEN_UP_FLAT, GIVEN_UP_QUARANTINED, GIVEN_UP_ROWS = 1, 2, 3, 4
-"""Why a run was given up: attempts fail; groups lack variance; none can be trained; all rows are left out."""
+"""Why a run was given up."""
 EXAMPLES = 3
 REMEMBERED = 1024
-"""Requests and leases kept of each server, to recognise repeated messages."""
+"""Requests and leases kept of each server, to recognise repeats."""
 T = TypeVar("T")
 BANDS = ("unseen", "unsolved", "between", "solved")
 """No group yet; no sample solved; some; all."""
@@ -25,12 +25,11 @@ OWN_FAILURES = ("reward", "task", "prompt")
 
 
 class Totals:
-    """Totals by (what, which). `what` is one of
+    """Totals by (what, which).
 
-    - `generated`: all accepted groups; `retried`: those that were not made at the first attempt;
-    - `trained`: groups of trained batches; `age`, by age: groups of formed batches;
-    - `dropped`, by reason; `discarded`, by reason: groups whose problem is tried again;
-    - `quarantined`: groups that are kept and never trained; `failed`, by `KIND: REASON`: attempts.
+    `retried`: groups that were not made at the first attempt; `age`: groups of formed batches by age; `discarded`:
+    groups whose problem is tried again; `quarantined`: groups that are kept and never trained; `failed`: attempts by
+    `KIND: REASON`.
     """
 
     def __init__(self) -> None:
@@ -38,8 +37,8 @@ class Totals:
         self.changed: set[tuple[str, str]] = set()
 
     def add(self, what: str, lengths: Lengths, which: str = "", times: int = 1) -> str:
-        """Count `times` groups; returns the `which` they were counted under. Users' reasons are cut to one line, and
-        bounded in number."""
+        """Count `times` groups; returns the `which` they were counted under: users' reasons are cut, and bounded in
+        number."""
         known = self.known[what]
         if what in ("dropped", "discarded", "failed"):
             which = (which.strip().splitlines() or ["no reason given"])[0][:LONG_REASON]
@@ -71,15 +70,15 @@ class Totals:
 
 
 class Trend:
-    """Counts of successes and failures, since the last success or the last batch."""
+    """Successes and failures lately."""
 
     def __init__(self) -> None:
         self.failures_in_row = 0
         """Failures of the infrastructure do not count."""
         self.flat_in_row = 0
-        """Groups without variance since one had variance or the learner was started."""
+        """Groups without variance in a row."""
         self.quarantined_in_row = 0
-        """Groups since a batch was trained or the learner was started."""
+        """Groups since a batch was trained."""
         self.given_up = 0
         self.is_announced = False
         self.last_quarantined = ""
@@ -88,7 +87,7 @@ class Trend:
         self.recent_failures: Counter[str] = Counter()
         self.recent_groups = Counter[str]()
         self.flat_groups = self.new_groups = 0
-        """Groups made between the last two batches: those with equal rewards, and all."""
+        """Groups with equal rewards, and all groups, between the last two batches."""
         self._flat = self._made = 0
 
     def note_failure(self, row: int, kind: FailureKind, failure: str, counted_as: str) -> None:
@@ -114,7 +113,6 @@ class Trend:
         self.flat_groups, self.new_groups, self._flat, self._made = self._flat, self._made, 0, 0
 
     def begin_anew(self) -> None:
-        """Whoever started the learner has mended what failed."""
         self.failures_in_row = self.flat_in_row = self.quarantined_in_row = self.given_up = 0
         self.is_announced = False
 
@@ -136,8 +134,6 @@ class Marks(NamedTuple):
 
 @dataclass(slots=True)
 class RowRecord:
-    """One row of the data set."""
-
     row: int
     drawn: int = 0
     groups: int = 0
@@ -166,11 +162,10 @@ class RowRecord:
 
 
 row_values: Callable[[RowRecord], RowValues] = attrgetter(*[one.name for one in fields(RowRecord)][:-1])
-"""What the store has of a row."""
 
 
 class Rows:
-    """The records of all rows that were drawn. `attempts` failures without a group leave a row out."""
+    """All rows that were drawn. `attempts` failures without a group leave a row out."""
 
     def __init__(self, problems: int = 0, marks: Marks | None = None, attempts: int = 3) -> None:
         self.problems, self.marks, self.attempts = problems, marks or Marks(), attempts
@@ -178,11 +173,11 @@ class Rows:
         self.left_out: dict[int, str] = {}
         """`KIND: REASON` by row."""
         self.news: list[int] = []
-        """Rows left out since the list was last cleared."""
+        """Rows left out that the log has not named yet."""
         self.moved: set[int] = set()
-        """Rows of items that changed since the order last looked."""
+        """Rows whose items changed since the order last looked."""
         self.bands = dict.fromkeys((*BANDS, "left_out"), 0) | {"unseen": problems}
-        """How many rows are in each; a row that was never drawn is unseen."""
+        """Rows in each; a row that was never drawn is unseen."""
         self.changed: set[int] = set()
 
     @property
@@ -228,7 +223,7 @@ class Rows:
         self.moved.update(back)
 
     def restore(self, saved: Iterable[RowValues]) -> None:
-        """Continue from the store. Rows with fewer failures than `attempts` are drawn again."""
+        """Rows with fewer failures than `attempts` are drawn again."""
         for values in saved:
             record = RowRecord(*values)  # type: ignore[arg-type]
             self.records[record.row] = record

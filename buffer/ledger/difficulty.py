@@ -32,8 +32,6 @@ class Shares(NamedTuple):
 
 
 class RowPlace(NamedTuple):
-    """Where a row stands."""
-
     kind: str
     """A band, if the row may be drawn; or `busy`, `resting`, `retired`."""
     last_item: int
@@ -41,8 +39,8 @@ class RowPlace(NamedTuple):
 
 
 class Turns:
-    """Smooth weighted round robin: each turn adds its weight to every name that is ready; the largest sum comes, and
-    pays the weights of all of them."""
+    """Smooth weighted round robin: each turn adds its weight to every ready name; the largest sum comes, and pays all
+    weights."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         total = sum(weights.values())
@@ -59,8 +57,6 @@ class Turns:
 
 @dataclass
 class SourceRows:
-    """The rows of one source."""
-
     fresh: Sequence[int]
     turns: Turns
     begun: int = 0
@@ -95,7 +91,7 @@ class DifficultyOrder:
         self._busy: set[int] = set()
         self._retired = 0
         self._version = -1
-        """The next batch when the index was made; -1: it has to be made."""
+        """The next batch when the index was made; -1: not made."""
 
     def draw(self, state: LedgerState) -> int | None:
         if self._is_over(state):
@@ -127,7 +123,7 @@ class DifficultyOrder:
         return rows
 
     def skip(self, state: LedgerState) -> None:
-        """Does nothing: rows have no places in an epoch."""
+        """Does nothing."""
 
     @property
     def counters(self) -> dict[str, int]:

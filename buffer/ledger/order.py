@@ -10,11 +10,11 @@ from buffer.ledger import schedule
 from buffer.ledger.state import LedgerState
 
 DRAWS_PER_STEP = schedule.STEP // 16
-"""A step towards the next epoch's order is made each so many draws: it is there long before it is needed."""
+"""Draws for each step towards the next epoch's order, which is there long before it is needed."""
 
 
 class Order(Protocol):
-    """Draws rows as a function of what is committed, so that a restart draws the same rows."""
+    """Draws rows as a function of what is committed: a restart draws the same rows."""
 
     def draw(self, state: LedgerState) -> int | None:
         """The row of item `state.next_item`; None: no row may be drawn any more."""
@@ -23,11 +23,11 @@ class Order(Protocol):
         """The next `number` rows, as far as they are known."""
 
     def skip(self, state: LedgerState) -> None:
-        """Move `state.next_item` past the places of rows that are left out."""
+        """Move `state.next_item` past rows that are left out."""
 
     @property
     def counters(self) -> Mapping[str, int]:
-        """What must be written down to go on with the same draws."""
+        """What the store keeps of the draws."""
 
     def restore(self, scalars: Mapping[str, int]) -> None:
         """Continue with saved `counters`."""
@@ -37,7 +37,7 @@ class Order(Protocol):
 
 
 class EpochOrder:
-    """Item s is problem `s % problems` of epoch `s // problems`. No item gets the number of a row that is left out."""
+    """Item s is problem `s % problems` of epoch `s // problems`; rows that are left out have no items."""
 
     counters: Mapping[str, int] = MappingProxyType({})
 

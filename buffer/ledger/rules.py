@@ -1,7 +1,7 @@
-"""The ledger: which problem is dispatched, stored, batched, trained or dropped, and what may happen next.
+"""The ledger: which problem is dispatched, stored, batched, trained or dropped.
 
-Pure Python without sockets, threads or clock (callers pass `now` in seconds). `buffer/wire/handlers.py` commits each
-change (`drain`) before it answers.
+Pure Python without sockets, threads or clock: callers pass `now` in seconds, and commit each change (`drain`) before
+they answer.
 """
 
 import math
@@ -43,13 +43,11 @@ COUNTERS: Mapping[str, str] = {
     **{f"suspicion_{one.name}": f"batches.suspicion.{one.name}" for one in fields(Suspicion)},
     **{one.name: f"wanted.{one.name}" for one in fields(WantedServers)},
 }
-"""Where the ledger has each counter that the store keeps."""
+"""Where the ledger has each counter of the store."""
 counters_of = attrgetter(*COUNTERS.values())
 
 
 class Attempts:
-    """Begins and ends attempts at items."""
-
     def __init__(self, terms: Terms, state: LedgerState, order: Order, view: LedgerView) -> None:
         self._terms, self._state, self._order, self._view = terms, state, order, view
 
@@ -113,7 +111,7 @@ class Attempts:
             self.end(self._state.items[number], reason, now)
 
     def take_back_too_old(self, but: int = -1) -> None:
-        """Take back the open items, except `but`, that can no longer be trained within the bound."""
+        """Take back the open items that can no longer be trained within the bound."""
         state, most = self._state, self._terms.max_staleness
         opened = (item for item in state.items.values() if item.state in OPEN and item.number != but)
         items = sorted(opened, key=lambda item: (item.version, item.number))
@@ -136,7 +134,7 @@ class Attempts:
 class Ledger:
     """The ledger, whose rules are in docs/design/ledger.md.
 
-    `shares` has rows and weight of each source. `place` names a row for people. `recall` reads closed items from the
+    `shares` has rows and weight of each source, `place` names a row for people, `recall` reads closed items from the
     store.
     """
 
@@ -173,8 +171,7 @@ class Ledger:
     def ask(self, server: str, version: int, room: int, now: float, request: int = 0) -> list[Lease]:
         """Dispatch up to `room` items. If none is returned, call again when `state.revision` has moved.
 
-        A repeated `request` gets what is left of its leases, never more; request 0 is always new. The dispatch version
-        is what the server last sent, at most what the learner can have reached.
+        A repeated `request` gets what is left of its leases, never more; request 0 is always new.
         """
         record = self.state.servers.setdefault(server, ServerRecord(heard=now))
         work = list[ItemState]()
@@ -202,8 +199,7 @@ class Ledger:
     def put(self, server: str, number: int, lease: int, samples: Sequence[SampleStats], now: float) -> str | None:
         """Store a finished group; returns None, also when repeated, or why its lease is over.
 
-        A server may have gone back to an older policy: then the group is dated by its oldest token, or dispatched
-        again.
+        If its server went back to an older policy, the group is dated by its oldest token, or dispatched again.
         """
         if not samples:
             raise LedgerError(f"item {number}: a group without samples; report what went wrong with Fail instead")
@@ -276,7 +272,7 @@ class Ledger:
     def expire(self, now: float) -> float | None:
         """End the leases of silent servers, and waits. Returns when to call again."""
         state, pool, lease_s = self.state, self.state.pool, self.terms.lease_s
-        # Heartbeats only put off when the next lease ends, and everything else moves one of two numbers.
+        # Heartbeats only put off when the next lease ends; everything else moves one of two numbers.
         if self._expired == (state.revision, state.next_lease) and (self._next_end is None or now < self._next_end):
             return self._next_end
         if pool.next_wait_end is not None and now >= pool.next_wait_end:

@@ -1,7 +1,4 @@
-"""The ledger's state: every item, lease, batch and server, and the steps between the states of an item.
-
-Each step keeps the counts right and notes what it changed. `rules.py` decides which step comes.
-"""
+"""The ledger's state, and the steps between the states of an item; `rules.py` decides which step comes."""
 
 import heapq
 from collections import Counter, deque
@@ -35,16 +32,14 @@ class ServerRecord:
     version: int = 0
     leases: dict[int, int] = field(default_factory=dict)
     asked: dict[int, int] = field(default_factory=dict)
-    """The version of each Ask that is not yet answered, by request number."""
+    """Version of each unanswered Ask, by request number."""
     answered: dict[int, None] = field(default_factory=dict)
-    """Requests that got work, latest last."""
+    """Requests that got work."""
     done: dict[int, None] = field(default_factory=dict)
-    """Leases that ended with an accepted group, latest last."""
+    """Leases that ended with an accepted group."""
 
 
 class Journal:
-    """What changed since the last `Ledger.drain`."""
-
     def __init__(self) -> None:
         self.changes = Changes()
         self.touched = set[int]()
@@ -63,7 +58,7 @@ class Journal:
 
 @dataclass
 class UndonePolicies:
-    """Versions above `restored`, up to `reached`, name two policies each: one that a rewind undid, and a later one."""
+    """Versions above `restored`, up to `reached`, name two policies: one that a rewind undid, and a later one."""
 
     restored: int = 0
     reached: int = 0
@@ -85,10 +80,9 @@ class Pool:
         """A heap of (d, item)."""
         heapq.heapify(self.stored)
         self.stored_by = Counter(version for version, _ in self.stored)
-        """By dispatch version."""
         self._anywhere: list[int] = []
         self._elsewhere: dict[str, deque[tuple[float, int]]] = {}
-        """(until when, item) by the server that failed at them. Items under NOBODY go to no server until then."""
+        """(until when, item) by the server that failed at them; under NOBODY: no server gets them until then."""
         for item in sorted((item for item in items if item.state == "waiting"), key=lambda item: item.elsewhere_until):
             self.wait(item)
 
@@ -101,12 +95,10 @@ class Pool:
         return len(self._anywhere) + sum(map(len, self._elsewhere.values()))
 
     def num_elsewhere(self, server: str) -> int:
-        """Items that wait for another server."""
         return len(self._elsewhere.get(server_name(server), ()))
 
     @property
     def num_held(self) -> int:
-        """Items that go to no server before their time."""
         return len(self._elsewhere.get(NOBODY, ()))
 
     def wait(self, item: ItemState) -> None:
@@ -157,21 +149,21 @@ class Pool:
 
 
 class LedgerState:
-    """The state of a run; servers and recent failures are not saved."""
+    """Servers and recent failures are not saved."""
 
     def __init__(self, rows: Rows | None = None) -> None:
         self.rows = rows or Rows()
         self.version = 0
-        """Next batch to be formed, v'."""
+        """The next batch, v'."""
         self.last_trained = -1
         self.oldest = 0
         """Oldest batch not pruned."""
         self.ceiling = 0
-        """No policy above this version can exist: the learner got no batch for one since it restored."""
+        """No policy above this version can exist."""
         self.undone = UndonePolicies()
         self.next_item, self.next_lease = 0, 1
         self.revision = 0
-        """Counts the changes that a parked request may wait for."""
+        """Counts what a parked request may wait for."""
         self.items: dict[int, ItemState] = {}
         self.servers: dict[str, ServerRecord] = {}
         self.batches: dict[int, FormedBatch] = {}
@@ -179,7 +171,6 @@ class LedgerState:
 
     @property
     def num_formed(self) -> int:
-        """Groups that ever went into a batch."""
         return self.totals.groups("age")
 
     def create(self, row: int, epoch: int) -> ItemState:
@@ -375,7 +366,7 @@ def _batch(version: int, taken: Sequence[tuple[int, int]]) -> FormedBatch:
 
 
 def restore(state: LedgerState, saved: Saved, now: float) -> None:
-    """Continue from what was saved; leases begin anew at `now`."""
+    """Leases begin anew at `now`."""
     state.trend.examples = dict(saved.failed_rows)
     state.journal.counters = saved.scalars
     state.totals.restore(saved.totals)

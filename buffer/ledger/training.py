@@ -1,12 +1,12 @@
 """What may happen next, as a view that changes nothing; and batches, which are taken, trained, rewound and forgotten.
 
-The functions at the end take open items as counts by dispatch version, `{d: number}`. Sorted by d, the item at index
-i goes into batch `version + i // groups` at the latest, where `version` is the next batch. The set is *feasible* when
-every item meets `d + staleness >= version + i // groups`. Only the last item of each d can break that.
+The functions at the end take open items as counts by dispatch version, `{d: number}`. Sorted by d, item i goes into
+batch `version + i // groups` at the latest, where `version` is the next batch. The set is *feasible* when every item
+meets `d + staleness >= version + i // groups`. Only the last item of each d can break that.
 
-A batch once formed changes only when it loses a group that cannot be trained. A killed learner names no cause. So the
-ledger counts the starts that took a batch and never trained it. A batch that ended MOST_ENDS starts is *suspect*: the
-next learner tries each of its groups alone. A group whose trial ended MOST_ENDS starts is the culprit.
+A killed learner names no cause, so the ledger counts the starts that took a batch and never trained it. A batch that
+ended MOST_ENDS starts is *suspect*: the next learner tries each of its groups alone. A group whose trial ended
+MOST_ENDS starts is the culprit.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -23,14 +23,12 @@ LEAST_FAILURES, LEAST_BATCHES = 100, 3
 """So many failures in a row, and the groups of so many batches, end a run."""
 LEAST_FLAT, LEAST_FLAT_BATCHES = 1000, 10
 """The same for groups without variance. If one group in 100 has variance, 1,000 in a row without come once in 2 million
-groups; if one in 200, once in 30,000."""
+groups."""
 LEAST_QUARANTINED = 10
 """So many groups in quarantine in a row, and those of a batch, end a run: then the groups are not at fault."""
 
 
 class LedgerView:
-    """`ledger.view`; changes nothing."""
-
     def __init__(self, terms: Terms, state: LedgerState, order: Order) -> None:
         self._terms, self._state, self._order = terms, state, order
         self.most_flat = max(LEAST_FLAT, LEAST_FLAT_BATCHES * terms.groups)
@@ -40,7 +38,7 @@ class LedgerView:
         return self.outcome() is not None
 
     def outcome(self) -> Outcome | None:
-        """Why no further batch can be formed. A run whose data end without a batch, after failures, failed too."""
+        """Why no further batch can be formed. Data that end without a batch, after failures, have failed."""
         state = self._state
         if self._terms.versions is not None and state.version >= self._terms.versions:
             return "versions"
@@ -70,7 +68,7 @@ class LedgerView:
         return max(free, 0)
 
     def admits(self, version: int) -> bool:
-        """Whether some server that runs `version`, or an older one, may get an item now."""
+        """Whether a server that runs `version`, or an older one, may get an item now."""
         pool = self._state.pool
         left = not self.all_dispatched() or pool.num_waiting > pool.num_held
         return left and self.room(min(version, self._state.ceiling)) > 0
@@ -89,7 +87,7 @@ class LedgerView:
         return terms.epochs is not None and self._state.next_item >= terms.problems * terms.epochs
 
     def is_hopeless(self) -> bool:
-        """Whether attempts fail and no group is made. Attempts under way count as if they would succeed."""
+        """Whether attempts fail and no group is made. Attempts under way count as successes."""
         failures, pool = self._state.trend.failures_in_row, self._state.pool
         attempts = failures + pool.num_open - len(pool.stored)
         enough = failures >= max(LEAST_FAILURES, LEAST_BATCHES * self._terms.groups)
@@ -135,7 +133,7 @@ class LedgerView:
 
 @dataclass
 class Suspicion:
-    """Counts the starts of the learner that ended; -1 stands for none."""
+    """The starts of the learner that ended; -1: none."""
 
     taken: int = -1
     suspect: int = -1
@@ -151,7 +149,7 @@ class Suspicion:
         self.tried = -1 if item is None else item
 
     def begin(self) -> int | None:
-        """Count the end of the learner before; returns the culprit. Only the first rank's call counts."""
+        """Count the end of the last start; returns the culprit. Only the first rank's call counts."""
         if self.taken >= 0:
             self.suspect_ends = self.suspect_ends + 1 if self.taken == self.suspect else 1
             self.suspect = self.taken
@@ -170,8 +168,6 @@ class Suspicion:
 
 
 class Batches:
-    """`find` returns an item, also one that has left memory; `take_back_too_old` is that of `Attempts`."""
-
     def __init__(
         self,
         terms: Terms,
@@ -213,7 +209,7 @@ class Batches:
     def trained(self, version: int) -> list[int]:
         """Mark batches up to `version` as trained; returns their items.
 
-        Only the first rank's call has an effect. A replaced learner's call has none: after a rewind a batch must be
+        Only the first rank's call has an effect, and a replaced learner's has none: after a rewind a batch must be
         taken again.
         """
         state = self._state
@@ -286,7 +282,7 @@ class Batches:
         return True
 
     def _take_out(self, item: ItemState) -> None:
-        """Batches are consecutive: if no group is left, this batch and all later ones are formed anew."""
+        """If no group is left, this batch and all later ones are formed anew: batches are consecutive."""
         batch = item.batch
         self._state.take_out(item)
         self.suspicion.clear(batch)
@@ -335,7 +331,7 @@ def left_behind(counts: Mapping[int, int], stored: Mapping[int, int], groups: in
 
 
 def keepable(dispatched: Iterable[int], version: int, groups: int, staleness: int) -> list[bool]:
-    """Which items, in order, to keep, so that as many as possible are feasible."""
+    """Which items to keep, so that as many as possible are feasible."""
     kept, verdicts = 0, []
     for d in dispatched:
         verdicts.append(d + staleness >= version + kept // groups)

@@ -9,7 +9,7 @@ OPEN = ("leased", "stored")
 CLOSED = ("dropped", "quarantined")
 """States of items that have left memory."""
 FailureKind = Literal["reward", "task", "prompt", "engine", "infrastructure"]
-"""The fault is the reward function's, the task's, the row's, vLLM's, or anything else's."""
+"""Whose fault it is; `infrastructure`: anything else's."""
 RowValues = tuple[int | str, ...]
 Outcome = Literal["versions", "data", "failed"]
 
@@ -43,14 +43,14 @@ class Terms:
 
 @dataclass(slots=True)
 class SampleStats:
-    """What the ledger knows of a sample. A frozen one would take four times as long to make."""
+    """What the ledger knows of a sample. A frozen class would take four times as long to make."""
 
     tokens: int
     sampled: int
     reward: float
     truncated: bool = False
     oldest: int | None = field(default=None, compare=False)
-    """Policy version of its oldest sampled token."""
+    """Version of its oldest sampled token."""
     metrics: dict[str, float] = field(default_factory=dict)
     prompt: int = field(default=0, compare=False)
     """Tokens before the first sampled one."""
@@ -60,7 +60,7 @@ class SampleStats:
 
 @dataclass(frozen=True)
 class Lease:
-    """A dispatched item: `index` is the row, `version` the dispatch version d."""
+    """A dispatched item: `index` is the row, `version` is d."""
 
     item: int
     lease: int
@@ -79,7 +79,7 @@ class FormedBatch:
 
 
 class Lengths(NamedTuple):
-    """How much text: of a group, or summed over groups."""
+    """How much text, of a group or of many."""
 
     groups: int = 0
     samples: int = 0
@@ -89,7 +89,7 @@ class Lengths(NamedTuple):
 
 
 NO_SAMPLES = Lengths(groups=1)
-"""A group that was never made, or was discarded."""
+"""Of a group that was never made, or was discarded."""
 
 
 @dataclass(slots=True)
@@ -101,16 +101,16 @@ class ItemState:
     epoch: int
     state: Literal["waiting", "leased", "stored", "batched", "dropped", "quarantined"] = "waiting"
     reason: str = ""
-    """Reason of a drop, quarantine, or the last failure."""
+    """Of a drop, quarantine, or the last failure."""
     version: int = -1
-    """Dispatch version d; -1 before the first dispatch."""
+    """Dispatch version d; -1: never dispatched."""
     server: str = ""
     lease: int = 0
-    """Number of the last dispatch, also when that has ended."""
+    """Number of the last dispatch."""
     request: int = 0
     attempts: int = 0
     batch: int = -1
-    """Its batch; if it left before it had one, the next batch at that time; else -1."""
+    """Its batch; if it left before it had one, the next batch then; else -1."""
     lengths: Lengths = NO_SAMPLES
     since: float = 0.0
     elsewhere_until: float = 0.0
@@ -120,7 +120,6 @@ class ItemState:
 
     @classmethod
     def of(cls, values: Sequence[Any]) -> "ItemState":
-        """Undo `item_values`."""
         item = cls(*values[:-4])
         item.lengths = Lengths(1, *values[-4:])
         return item
@@ -147,7 +146,7 @@ item_values: Callable[[ItemState], tuple[int | str, ...]] = attrgetter(
     *("number", "row", "epoch", "state", "reason", "version", "server", "lease", "request", "attempts", "batch"),
     *("lengths.samples", "lengths.tokens", "lengths.sampled", "lengths.truncated"),
 )
-"""What the store has of an item, in the order of its columns."""
+"""The columns of the store."""
 
 
 class EvaluationRow(NamedTuple):
@@ -162,12 +161,12 @@ class EvaluationRow(NamedTuple):
     reason: str
     results: str
     samples: str
-    """JSON: the answers that are kept for reading."""
+    """JSON: answers kept for reading."""
 
 
 @dataclass
 class Changes:
-    """What the store writes of the ledger in one transaction."""
+    """What the store writes of the ledger."""
 
     items: dict[int, tuple[int | str, ...]] = field(default_factory=dict)
     sample_stats: dict[int, tuple[SampleStats, ...]] = field(default_factory=dict)
@@ -179,7 +178,7 @@ class Changes:
     rows: Mapping[int, RowValues] = field(default_factory=dict)
     evaluations: Mapping[int, EvaluationRow] = field(default_factory=dict)
     scalars: dict[str, int | str] = field(default_factory=dict)
-    """Counters, and in `ended` the text of `reasons.ended`."""
+    """Counters; `ended` is the text of `reasons.ended`."""
 
 
 NO_CHANGES = Changes()
@@ -187,21 +186,19 @@ NO_CHANGES = Changes()
 
 @dataclass(frozen=True)
 class Transaction:
-    """What the store writes at once, or not at all."""
+    """Written at once, or not at all."""
 
     changes: Changes
     payloads: Mapping[int, Sequence[bytes]] = field(default_factory=dict)
     """Packed samples of newly accepted groups, by item."""
     void_before: int | None = None
-    """Samples of batches and drops before this version are deleted."""
+    """Samples of earlier batches and drops are deleted."""
     noted: Sequence[tuple[str, object, object]] = ()
-    """Keys of the run file that changed, with the old and the new value."""
+    """Keys of the run file that changed, with old and new value."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What the store read back."""
-
     items: tuple[ItemState, ...] = ()
     totals: dict[tuple[str, str], Lengths] = field(default_factory=dict)
     scalars: dict[str, int] = field(default_factory=dict)
