@@ -1,7 +1,7 @@
 """The store: the ledger in one SQLite file, a transaction for each commit, the samples beside it in segments.
 
-No byte is believed unchecked: a sample has its CRC32C, and so has each page (`witness.py`); rows are compared
-(`opening.py`), and so are the number of commits and the files themselves (`witness.py`).
+No byte is believed unchecked: samples have CRC32Cs; pages, commits and the files themselves are compared
+(`witness.py`), and so are rows (`opening.py`).
 """
 
 import errno
@@ -47,8 +47,7 @@ UNREADABLE = {errno.EIO, errno.ENOENT, errno.EUCLEAN}
 class Store:
     """The ledger on disk, or in memory without `path`. With `fsync` a commit waits for the disk.
 
-    `digest` is of the data, `place` says where a row is. Raises StoreError for a file that is no buffer's, is damaged,
-    in use, or of a run with another `digest`.
+    Raises StoreError for a file that is no buffer's, is damaged, in use, or of a run with another `digest` of its data.
     """
 
     def __init__(
@@ -75,7 +74,7 @@ class Store:
                 self._sums = opened_sums(path, fsync)
                 ends.callback(self._sums.close)
                 if known:
-                    witness.Witness(path, known).close()  # without the CRC32C of the file that an earlier release left
+                    witness.Witness(path, known).close()  # forget the file's CRC32C, which an earlier release left
             self._db = opened(path, fsync, self._sums)
             ends.callback(close, self._db, self._sums)
             self._require_same_problems(digest)
@@ -122,7 +121,7 @@ class Store:
             self._db.execute("INSERT OR REPLACE INTO meta VALUES ('settings', ?)", [json.dumps(settings)])
 
     def _opened_segments(self, fsync: bool) -> Segments | InMemory:
-        """Raises StoreError if a file that holds named samples is missing."""
+        """Raises StoreError if a file with named samples is missing."""
         if not self.path:
             return InMemory()
         known = {number: (size, live) for number, size, live in self._db.execute("SELECT * FROM segments")}
@@ -212,7 +211,7 @@ class Store:
             self._db.executemany(statement, rows)
 
     def group(self, item: int) -> list[bytes]:
-        """The packed samples of a group; empty if it has none any more. Raises DamagedSample."""
+        """The packed samples of a group, [] if there are none any more. Raises DamagedSample."""
         rows = self._db.execute(sql.GROUP, [item]).fetchall()
         return self._read(item, 0, rows) if rows else []
 
@@ -240,7 +239,7 @@ class Store:
         return dict(self._db.execute(sql.UNTRAINED))
 
     def bytes_batched_since(self, version: int) -> dict[int, int]:
-        """Bytes of samples by item, for batch `version` and all later batches."""
+        """By item, for batch `version` and all later ones."""
         return dict(self._db.execute(sql.BATCHED_SINCE, [version]))
 
     def close(self) -> None:
@@ -324,7 +323,7 @@ def _witnessed(path: Path) -> witness.Commits | None:
 
 
 def _locked(path: Path) -> int:
-    """Lock a file beside it: closing the ledger's own would end SQLite's locks."""
+    """Closing a lock on the ledger's own file would end SQLite's locks."""
     try:
         run_folder(path.parent)
         return locked(lock_of(path))

@@ -1,32 +1,25 @@
-"""Notices whether the ledger lacks commits, or was deleted or replaced while it is open.
+"""Notices whether the ledger lacks commits, has damaged pages, or was deleted or replaced while it is open.
 
 SQLite silently drops what it cannot read of its log, and an older copy of the file is a sound database too. So each
 transaction counts itself in the ledger, and the number is written to the witness, a small file beside it, after the
 commit and before anything is acknowledged. The witness is not synced: after a power cut it may be older than the
-ledger, never newer, unless the disk broke its promise or `buffer.fsync` is false.
+ledger, never newer, unless the disk broke its promise or `buffer.fsync` is false. It is one line: name of the ledger,
+number of commits, dashes, and CRC32C of these. In place of dashes an earlier release left the CRC32C of the ledger's
+file at a clean end.
 
-The witness is one line: name of the ledger, number of commits, dashes, and CRC32C of these three. In place of dashes
-an earlier release, which had no checksums of pages, left the CRC32C of the ledger's file at a clean end.
-
-Linux lets a file be deleted while it is written. Such bytes are lost with the process, so `SameFiles` looks before each
-commit.
-
-CRC32C of each page of the ledger, in a file beside it: SQLite has checksums in its log only.
-
-A commit appends the pages that it changes to the log. There `PageSums` reads them after the commit, and notes the
-CRC32C of each. SQLite copies pages from the log into the ledger's file when it likes, as does any tool that opens the
-file. So at a start every page of the file must have its checksum, but those that SQLite reads from the log.
+SQLite has checksums in its log only, so a second file has one of each page. A commit appends the pages that it changes
+to the log. There `PageSums` reads them after the commit, and notes the CRC32C of each. SQLite copies pages from the log
+into the ledger's file when it likes, as does any tool that opens the file. So at a start every page of the file must
+have its checksum, but those that SQLite reads from the log.
 
 The file of checksums has 4 bytes for each page: its CRC32C, exclusive or that of a page of zeros. So a page that was
-never written, and that the ledger's file lacks or has a hole for, has 0. It is written through memory, as the witness
-is, and synced before SQLite begins the log anew.
+never written, and that the ledger's file lacks or has a hole for, has 0. It is synced before SQLite begins the log
+anew. A kill or a power cut may leave pages in the log whose checksums were not noted. `PageSums` notes them before
+SQLite may copy the log into the file: before the ledger is opened for writing, and again before it is closed.
 
-A kill or a power cut may leave pages in the log whose checksums were not noted, or not synced. `PageSums` notes them
-before SQLite may copy the log into the file: before the ledger is opened for writing, and again before it is closed.
-
-SQLite's log begins with a header and goes on with frames: a page with its number, the salt of the header, and a
-checksum of all frames so far. The last frame of a commit also has the number of pages of the whole file. SQLite reads a
-page from the file only if no committed frame has it. See https://sqlite.org/fileformat2.html#the_write_ahead_log
+The log begins with a header and goes on with frames: a page with its number, the salt of the header, and a checksum of
+all frames so far. The last frame of a commit also has the number of pages of the whole file. See
+https://sqlite.org/fileformat2.html#the_write_ahead_log
 """
 
 import os
@@ -50,27 +43,24 @@ from configs.variables import open_private
 
 NONE = "-" * 8
 PAGE = 4096
-"""Bytes of a page: SQLite's default."""
 HEADER, HEAD = struct.Struct(">IIII8sII"), struct.Struct(">II8sII")
-"""The log's header has byte order, format, page size, count, salt and checksum; the head of a frame has page number,
-pages after the commit or 0, salt and checksum."""
+"""Header: byte order, format, page size, count, salt and checksum. Head of a frame: page number, pages after the commit
+or 0, salt and checksum."""
 FRAME = HEAD.size + PAGE
 ORDERS = {0x377F0682: "<u4", 0x377F0683: ">u4"}
-"""Byte order of the words that are summed."""
+"""Of the words that are summed."""
 FORMAT = 3007000
 FRAMES_AT_ONCE = 64
 MASK = 0xFFFFFFFF
 Sums = tuple[int, int]
 ZEROS = crc32c(bytes(PAGE))
 ENTRY, AHEAD = struct.Struct("<I"), 2**16
-"""A checksum, and by how many bytes their file grows at once."""
+"""A checksum, and by how many bytes their file grows."""
 PAGES_AT_ONCE = 256
 Entries = npt.NDArray[np.uint32]
 
 
 class Commits(NamedTuple):
-    """The name of a ledger, and how often it was committed."""
-
     ledger: str
     number: int
     file: str = NONE
@@ -96,7 +86,7 @@ class Witness:
     def note(self, commits: int = 1) -> None:
         """Count so many more commits. Raises OSError."""
         self.number += commits
-        if os.fstat(self._descriptor).st_size < self._size:  # somebody cut it: what lies beyond its end has no memory
+        if os.fstat(self._descriptor).st_size < self._size:  # somebody cut it: beyond its end there is no memory
             os.ftruncate(self._descriptor, self._size)
         self._memory[:] = line_of(Commits(self.ledger, self.number))
 
@@ -108,7 +98,7 @@ class Witness:
 
 
 class SameFiles:
-    """The files that are at `paths` now."""
+    """The files at `paths`. Linux lets a file be deleted while it is written; its bytes end with the process."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._known = {str(path): identity(path) for path in paths}
@@ -130,12 +120,11 @@ def identity(file: Path | str | int) -> tuple[int, int] | None:
 
 
 def file_of(path: Path) -> Path:
-    """The witness of the ledger's file `path`."""
     return path.with_name(f"{path.name}-commits")
 
 
 def noted(path: Path) -> Commits | None:
-    """What the witness of the ledger `path` says. Raises ValueError if it is damaged."""
+    """What the witness says. Raises ValueError if it is damaged."""
     try:
         text = file_of(path).read_bytes()
     except FileNotFoundError:
@@ -151,14 +140,16 @@ def noted(path: Path) -> Commits | None:
 
 
 def counted(db: sqlite3.Connection) -> Commits | None:
-    """How often the ledger that `db` reads was committed; None for the file of an earlier release."""
+    """None for the file of an earlier release."""
     row = db.execute(sql.COMMITS).fetchone()
     return Commits(*row) if row else None
 
 
 def require_all(path: Path, known: Commits | None, found: Commits | None) -> None:
-    """Raise LostCommits unless the ledger, committed `found` times, has all commits `known` to its witness, which must
-    be read before it."""
+    """Raise LostCommits unless the ledger, committed `found` times, has all commits `known` to its witness.
+
+    The witness must be read before the ledger.
+    """
     if known is None or (found and found.ledger == known.ledger and found.number >= known.number):
         return
     if found and found.ledger == known.ledger:
@@ -193,7 +184,7 @@ def line_of(commits: Commits) -> bytes:
 
 
 class PageSums:
-    """The open file of checksums of the ledger `path`, to which nobody else writes."""
+    """The open file of checksums, to which nobody else writes."""
 
     def __init__(self, path: Path, fsync: bool, log_pages: int) -> None:
         self._path, self._fsync, self._log_pages = path, fsync, log_pages
@@ -220,7 +211,7 @@ class PageSums:
         self._log = found
 
     def follow(self) -> None:
-        """From now on `note` is called after each commit; the log has those before."""
+        """From now on `note` is called after each commit."""
         self.note_log()
         assert self._log
         self._log.follow()
@@ -252,7 +243,6 @@ class PageSums:
             self._lags = True
 
     def sync(self) -> None:
-        """Raises OSError."""
         if self._fsync and self._memory is not None:
             self._memory.flush()
 
@@ -271,20 +261,19 @@ class PageSums:
 
 
 def sums_of(path: Path) -> Path:
-    """The file of checksums of the ledger's file `path`."""
     return path.with_name(f"{path.name}-sums")
 
 
 def require_same_pages(path: Path, stream: BinaryIO) -> None:
     """Raise LostCommits unless the pages of the ledger `path`, open as `stream`, have their checksums.
 
-    If a buffer may write to it meanwhile, the caller must be in a read transaction. Then SQLite only writes pages to
-    the file that the log has, so the file is read before the log. A checksum that was noted meanwhile counts too.
+    Beside a live buffer the caller must be in a read transaction. Then SQLite only writes pages to the file that the
+    log has, so the file is read before the log.
     """
     remedy = f"bring back a copy of both files, or go on with the ledger as it is with {ACCEPT}"
     found = _entries(stream)
     try:
-        # the second look knows a commit whose checksums were noted, or whose pages came into the log, during the first
+        # checksums that were noted, and pages that came into the log, during the first look
         if other := _differing(found, path):
             other &= _differing(found, path)
     except FileNotFoundError:
@@ -297,7 +286,7 @@ def require_same_pages(path: Path, stream: BinaryIO) -> None:
 
 
 def _differing(found: Entries, path: Path) -> set[int]:
-    """Pages that have not the checksums in the file, and are not in the log."""
+    """Pages without their checksum in the file, and not in the log."""
     known = np.fromfile(sums_of(path), "<u4")
     count = max(found.size, known.size)
     differing = 1 + np.flatnonzero(_padded(found, count) != _padded(known, count))
@@ -328,12 +317,11 @@ def begin_sums(path: Path) -> None:
 
 
 def log_of(path: Path) -> Path:
-    """The log of the ledger's file `path`."""
     return path.with_name(f"{path.name}-wal")
 
 
 class Log:
-    """The log of the ledger `path`: `pages` has the CRC32C of the newest version of each page, by page number.
+    """SQLite's log: `pages` has the CRC32C of the newest version of each page, by page number.
 
     Reads up to the first frame that is not valid, as SQLite does. `follow` it while SQLite writes to it.
     """
@@ -342,7 +330,7 @@ class Log:
         self.pages: dict[int, int] = {}
         self._path, self._salt = log_of(path), b""
         self.end = HEADER.size
-        """Bytes of the log up to the last commit."""
+        """Up to the last commit, in bytes."""
         self._descriptor: int | None = None
         self.is_anew = False
         """SQLite began the log anew with the last commit."""
@@ -358,7 +346,7 @@ class Log:
         self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
 
     def next_commit(self) -> Iterator[tuple[int, int]]:
-        """Numbers and CRC32C of the pages of the commit that SQLite has just made. Raises OSError."""
+        """Numbers and CRC32C of the pages of the newest commit. Raises OSError."""
         assert self._descriptor is not None, "follow it first"
         salt = os.pread(self._descriptor, HEADER.size, 0)[16:24]
         self.is_anew = salt != self._salt
@@ -380,7 +368,7 @@ class Log:
 
 
 def _frames(stream: BinaryIO) -> Iterator[tuple[int, int, bytes, bytes, int]]:
-    """Page number, pages after the commit or 0, page, salt, and where the frame ends: of each valid frame."""
+    """Page number, pages after the commit or 0, page, salt, and end of each valid frame."""
     header = stream.read(HEADER.size)
     if len(header) < HEADER.size:
         return
@@ -401,7 +389,7 @@ def _frames(stream: BinaryIO) -> Iterator[tuple[int, int, bytes, bytes, int]]:
 
 
 def _sums(before: Sums, data: bytes, words: str, parts: int = 1) -> list[Sums]:
-    """SQLite's checksum after each of `parts` equal parts of `data`, where that of all before it is `before`.
+    """SQLite's checksum after each of `parts` equal parts of `data`, which follow the sum `before`.
 
     For each two words x and y it computes a += x + b and b += y + a. So (a, b) after a part is a sum of all its words,
     each times two factors, and of a matrix times the (a, b) before it, modulo 2^32.
