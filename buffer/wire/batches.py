@@ -1,7 +1,6 @@
 """What is served: rows as they are dispatched, untrained groups, and a batch as a part for each learner rank.
 
-Rows of reasoning-gym have to be made first, and image files may be away for a while. Then requests wait, and the buffer
-does not.
+While rows are made, or image files are away, requests wait, and the buffer does not.
 """
 
 import heapq
@@ -37,7 +36,7 @@ TOO_MANY = "batch %d: %d metrics left out, the %d that most samples have are kep
 Groups = Sequence[tuple[int, int, Sequence[tuple[bytes, SampleStats]]]]
 """(item, dispatch version, packed samples with their figures)"""
 MOST_OF_A_RANK = 0.75
-"""Share of a rank's mean load; a larger group may be cut, as it would leave another rank waiting."""
+"""Share of a rank's mean load above which a group may be cut: another rank would wait."""
 MOST_COLUMNS = 1024
 """A reward function may name a metric for each problem."""
 AWAY_S = 1.0
@@ -45,9 +44,9 @@ AWAY_S = 1.0
 WARN_S = 10.0
 Upcoming = Callable[[int], Sequence[int]]
 BYTES_PER_ROW = 256
-"""Most bytes of the figures of a sample in a part."""
+"""Most bytes of a sample's figures in a part."""
 FREE_AT_ONCE = 8
-"""Groups freed in a turn of the event loop: each has megabytes, and hundreds at once would take 20 ms."""
+"""In a turn of the event loop: hundreds at once would take 20 ms."""
 
 
 class GroupCache:
@@ -57,7 +56,6 @@ class GroupCache:
         self.max_bytes, self.bytes = max_bytes, 0
         self.groups: dict[int, Sequence[bytes]] = {}
         self.forgotten: list[Sequence[bytes]] = []
-        """To be freed, FREE_AT_ONCE in each turn."""
 
     def add(self, item: int, group: Sequence[bytes]) -> None:
         self.bytes += sum(map(len, group)) - sum(map(len, self.groups.pop(item, ())))
@@ -74,20 +72,19 @@ class GroupCache:
 
 
 class NothingMade:
-    """Stands for `Problems` where the rows are there from the start."""
+    """Stands for `Problems` where all rows are there from the start."""
 
     num_made = 0
 
 
 class ServedRows:
-    """`problems` are the rows of the data set, by the number that the ledger calls `index`."""
+    """Rows of the data set by `Lease.index`."""
 
     def __init__(self, problems: Sequence[Mapping[str, Any]]) -> None:
         self._rows, self._problems = problems, problems if isinstance(problems, Problems) else None
         self.away = ""
         self._away_until = self._warned_at = -math.inf
         self.returns = 0
-        """How often files that were away could be tried again."""
         self.made = self._problems or NothingMade
 
     @property
@@ -119,7 +116,6 @@ class ServedRows:
         return wanted if ready is None else min(wanted, ready)
 
     def has_next(self, upcoming: Upcoming) -> bool:
-        """If the next row is not ready, no Ask gets a row."""
         return not self._problems or self._problems.num_ready(lambda: upcoming(1)) != 0
 
     def problem(self, row: int) -> dict[str, Any]:
@@ -161,13 +157,11 @@ class LoopTurn:
 
 
 class UntrainedGroups:
-    """All untrained groups, whether their samples are in memory or on disk."""
-
     def __init__(self, ledger: Ledger, store: Store, limits: Limits, rows: ServedRows) -> None:
         self._ledger, self._store, self._limits, self._rows = ledger, store, limits, rows
         self.turn = LoopTurn()
         self.learner_waiting = False
-        """Puts above `buffer.max_gib` are accepted until the pending Take is answered."""
+        """Puts above `buffer.max_gib` are accepted until the Take is answered."""
         self.revision = 0
         self.cache = GroupCache(CACHE_BYTES)
         self._payloads: dict[int, list[bytes]] = {}
@@ -175,7 +169,7 @@ class UntrainedGroups:
         self._bytes: dict[int, int] = store.untrained_bytes()
         self.bytes_stored = sum(self._bytes.values())
         self._cut: tuple[tuple[int, int, bool, tuple[int, ...]], BatchCut] | None = None
-        """The batch that was cut last; it may lose a group."""
+        """The batch that was cut last."""
 
     @property
     def full(self) -> bool:
@@ -210,8 +204,7 @@ class UntrainedGroups:
             self.bytes_stored = sum(self._bytes.values())
 
     def part(self, take: Take, batch: FormedBatch, counts: Callable[[], Mapping[str, Any]]) -> Part | None:
-        """The part of a rank. None: not in this turn, or a group went into quarantine. Raises ImageUnavailable and
-        ImageError."""
+        """None: not in this turn, or a group went into quarantine. Raises ImageUnavailable and ImageError."""
         key, items = (take.version, take.world, take.share_prompts, batch.items), self._ledger.state.items
         try:
             if self._cut is None or self._cut[0] != key:
@@ -219,7 +212,7 @@ class UntrainedGroups:
                 if (missing and not self._read_figures(missing)) or self.turn.over():
                     return None
                 groups = [(item, d, self._figures[item]) for item, d in zip(batch.items, batch.dispatched, strict=True)]
-                if take.version <= self._ledger.state.last_trained:  # no Trained will follow that would forget them
+                if take.version <= self._ledger.state.last_trained:  # no Trained will follow, which would forget them
                     for item in batch.items:
                         self._figures.pop(item, None)
                 cut = BatchCut(take.version, take.world, groups, counts(), take.share_prompts)
@@ -268,8 +261,8 @@ class UntrainedGroups:
 
 
 def cut(tokens: Sequence[int], world: int) -> list[list[int]]:
-    """Longest first, each to the rank with the fewest tokens so far: every rank gets the same split, and none exceeds
-    the mean by more than one sample. Example: `cut([5, 3, 2, 4], 2)` -> `[[0, 2], [1, 3]]`"""
+    """Longest first, each to the rank with the fewest tokens so far: no rank exceeds the mean by more than one sample.
+    Example: `cut([5, 3, 2, 4], 2)` -> `[[0, 2], [1, 3]]`"""
     ranks: list[list[int]] = [[] for _ in range(world)]
     loads = [(0, rank) for rank in range(world)]
     for position in sorted(range(len(tokens)), key=lambda position: (-tokens[position], position)):
@@ -304,12 +297,11 @@ def cut_groups(groups: Sequence[Sequence[SampleStats]], world: int) -> list[list
 
 
 def sample_rows(groups: Groups) -> SampleRows:
-    """A row for each sample of a batch, in its order."""
     return rows_of([(item, dispatched, [stats for _, stats in group]) for item, dispatched, group in groups])
 
 
 def rows_of(groups: Sequence[tuple[int, int, Sequence[SampleStats]]]) -> SampleRows:
-    """Only the MOST_COLUMNS metrics that most samples have are kept."""
+    """Only the MOST_COLUMNS most frequent metrics are kept."""
     rows = [stats for *_, group in groups for stats in group]
     sizes = np.array([len(group) for *_, group in groups], np.int64)
     named = Counter(chain.from_iterable([stats.metrics for stats in rows]))
@@ -379,7 +371,7 @@ def parts(
     share_prompts: bool = False,
     images: Mapping[int, RowImages] | None = None,
 ) -> list[Part]:
-    """The parts of batch `version`, all at once; `share_prompts` as in `Take`; `images` by item."""
+    """All parts of batch `version`; `images` by item."""
     figures = [(item, dispatched, [stats for _, stats in group]) for item, dispatched, group in groups]
     samples = {item: [data for data, _ in group] for item, _, group in groups}
     made = BatchCut(version, world, figures, counts or {}, share_prompts)

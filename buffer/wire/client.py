@@ -33,14 +33,13 @@ class RolloutClient:
         self.learner_waits = False
         self.evaluating: int | None = None
         self.evaluation_due, self.evaluation_over = asyncio.Event(), asyncio.Event()
-        """An evaluation may be claimed; the one that this server makes is no longer its own."""
         self._requests = 0
         self._asking: asyncio.Task[list[WorkItem] | None] | None = None
 
     async def ask(self, room: int) -> list[WorkItem] | None:
         """Up to `room` items, at least one; None: there will be no more. One call at a time.
 
-        A cancelled call loses nothing: its items are returned by the next one.
+        A cancelled call loses nothing: the next one returns its items.
         """
         if self._asking is None:
             self._asking = asyncio.create_task(self._ask(room))
@@ -50,7 +49,7 @@ class RolloutClient:
 
     async def _ask(self, room: int) -> list[WorkItem] | None:
         items: list[WorkItem] = []
-        while not items:  # of those that there were, no image could be read
+        while not items:  # images of all items could not be read
             self._requests += 1
             ask = protocol.Ask(request=self._requests, version=self._version(), room=room)
             answer = await self.client.expect(ask, protocol.Work, protocol.Finished)
@@ -99,7 +98,7 @@ class RolloutClient:
         return news.revoked
 
     async def claim(self, version: int) -> int | None:
-        """The evaluation of `version` that this server is to make, named by when it was due."""
+        """The evaluation of `version` that this server is to make, by when it was due."""
         self.evaluating = (await self.client.expect(protocol.Evaluate(version=version), protocol.Due)).due
         self.evaluation_over.clear()
         return self.evaluating
@@ -111,7 +110,7 @@ class RolloutClient:
         return stored
 
     async def leave(self) -> None:
-        """What this server still has, and what a pending Ask would bring, goes to others."""
+        """What this server has, and what a pending Ask would bring, goes to others."""
         if self._asking:
             self._asking.cancel()  # else it is repeated, and lets this server in again
         await self.client.expect(protocol.Goodbye(), protocol.Ack)
@@ -138,7 +137,7 @@ async def heartbeats(
 
 
 class LearnerClient:
-    """Blocking calls from any thread. Raises RefusedError, and TimeoutError after `timeout_s` without an answer."""
+    """Blocking calls from any thread. Raises RefusedError, and TimeoutError after `timeout_s`."""
 
     def __init__(
         self,
@@ -163,7 +162,7 @@ class LearnerClient:
         self._results: SimpleQueue[EvaluationResult] = SimpleQueue()
         self._fetching: Future[None] | None = None
         self._new = 0
-        """First new batch: to train an older one again is no progress."""
+        """To train an older batch again is no progress."""
         self._stopped = Future[None]()
         self.client = Connection(address, name, "learner", fingerprint, serves, keys=keys)
         self._is_connected = False
@@ -199,12 +198,14 @@ class LearnerClient:
         self._wait(self.client.expect(protocol.Quarantine(item=item, reason=reason), protocol.Ack), "Quarantine")
 
     def try_alone(self, version: int, item: int | None) -> None:
-        """Item None: this learner has tried all."""
+        """None: this learner has tried all."""
         self._wait(self.client.expect(protocol.Trial(version=version, item=item), protocol.Ack), "Trial")
 
     def stop(self) -> None:
-        """From now on `rewind` returns 0, `take` None and `last_evaluations` what has come, also where they wait. A
-        signal's handler may call it: nothing is raised into what it interrupts."""
+        """From now on `rewind` returns 0, `take` None and `last_evaluations` what has come, also where they wait.
+
+        A signal's handler may call it: nothing is raised into what it interrupts.
+        """
         self._loop.call_soon_threadsafe(self._note_stop)
 
     def _note_stop(self) -> None:
@@ -215,14 +216,14 @@ class LearnerClient:
         """Does not wait for the answer: should it be lost with this process, the learner rewinds. The next call, or
         `close`, raises what the buffer refused."""
         if self._trained and self._trained.done():
-            self._trained.result()  # raises what the buffer refused
+            self._trained.result()
         trained = protocol.Trained(version=version, oldest_kept=oldest_kept)
         if version >= self._new:
             made_progress()
         self._trained = asyncio.run_coroutine_threadsafe(self.client.expect(trained, protocol.Ack), self._loop)
 
     def follow_evaluations(self, known: Sequence[int]) -> None:
-        """`known`: when the evaluations were due whose results are not fetched."""
+        """`known`: evaluations whose results are not fetched, by when they were due."""
         self._fetching = asyncio.run_coroutine_threadsafe(self._fetch(list(known)), self._loop)
 
     async def _fetch(self, known: list[int]) -> None:
@@ -274,7 +275,7 @@ class LearnerClient:
         self.close()
 
     def _wait(self, work: Coroutine[Any, Any, T], what: str) -> T | None:
-        """The result of `work`; None once `stop` was called."""
+        """None once `stop` was called."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         either: list[Future[Any]] = [future, self._stopped]
         try:

@@ -1,4 +1,4 @@
-"""`Connection`: one process's connection to the buffer.
+"""One process's connection to the buffer.
 
 A request is repeated until it is answered: on a new connection, when the buffer has restarted, and every now and then
 in between. There is no timeout.
@@ -25,9 +25,9 @@ from buffer.wire.protocol import ANSWERS, PROTOCOL, Again, Hello, Later, NotRegi
 
 log = logging.getLogger(__name__)
 MAX_RETRY = 12
-"""Longest time after which a request is repeated, in units of `retry_s`."""
+"""In units of `retry_s`."""
 ANEW = 6
-"""Repeated Hellos until the socket connects anew: a handshake may be on its way at a busy buffer."""
+"""Repeated Hellos until the socket connects anew: a busy buffer may be slow to shake hands."""
 Answer = TypeVar("Answer", bound=Message)
 Other = TypeVar("Other", bound=Message)
 
@@ -42,7 +42,7 @@ DEAD_NETWORK = {
     zmq.TCP_MAXRT: 15000,  # ms that sent bytes may stay unacknowledged
 }
 OPTIONS = {
-    zmq.IMMEDIATE: 1,  # queue nothing while unconnected: unanswered requests are sent again on the next connection
+    zmq.IMMEDIATE: 1,  # unanswered requests are sent again on the next connection
     zmq.LINGER: 0,
     zmq.SNDHWM: 0,
     zmq.RCVHWM: 0,
@@ -59,15 +59,14 @@ LOST: dict[int, str] = {
 
 
 async def broken(socket: zmq.asyncio.Socket) -> AsyncGenerator[int, None]:
-    """The file descriptor of each connection of `socket` that breaks: the kernel reports at once when a process
-    ends."""
+    """The file descriptor of each connection that breaks: the kernel reports at once when a process ends."""
     async with aclosing(events_of(socket, zmq.EVENT_DISCONNECTED)) as events:
         async for _, descriptor in events:
             yield descriptor
 
 
 async def events_of(socket: zmq.asyncio.Socket, kinds: int) -> AsyncGenerator[tuple[int, int], None]:
-    """Kind and file descriptor of each event of these kinds at a connection of `socket`, until cancelled."""
+    """Kind and file descriptor of each event of these kinds, until cancelled."""
     monitor = socket.get_monitor_socket(kinds)
     try:
         while True:
@@ -79,7 +78,7 @@ async def events_of(socket: zmq.asyncio.Socket, kinds: int) -> AsyncGenerator[tu
 
 
 class RefusedError(RuntimeError):
-    """The buffer refused a request; `reason` is one line for people."""
+    """`reason` is one line for people."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -98,20 +97,18 @@ class ProtocolFault(RuntimeError):
 
 
 class MessageTooLarge(RefusedError):
-    """A message above `buffer.max_message_mib`, which was not sent."""
+    """Above `buffer.max_message_mib`; not sent."""
 
 
 @dataclass
 class PendingAnswer:
-    """A request that was sent, and its answer."""
-
     frame: Frame
     answer: "asyncio.Future[Message]"
     is_put_off: bool = False
 
 
 class Dealer:
-    """The socket: one process, one `identity`, through all connections."""
+    """One process, one `identity`, through all connections."""
 
     def __init__(self, identity: str) -> None:
         self.socket = zmq.asyncio.Context().socket(zmq.DEALER)
@@ -126,8 +123,7 @@ class Dealer:
         self.socket.connect(endpoint(address, keys.folder))
 
     def connect_anew(self, address: str, keys: ClientKeys) -> None:
-        """libzmq does not connect again by itself once a handshake was refused, or the other end said something else
-        than ZMTP."""
+        """libzmq does not connect again by itself after a refused handshake, or one with another program."""
         with suppress(zmq.ZMQError):  # that it is not connected to it
             self.socket.disconnect(endpoint(address, keys.folder))
         self.socket.connect(endpoint(address, keys.folder))
@@ -153,7 +149,7 @@ class Dealer:
 
 
 class Connection:
-    """An async context manager, entered once the buffer has said Welcome. Raises RefusedError."""
+    """Entered once the buffer has said Welcome. Raises RefusedError."""
 
     def __init__(
         self,

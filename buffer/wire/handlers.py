@@ -46,24 +46,22 @@ log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message, contravariant=True)
 ACCEPTED = Stored(accepted=True)
 HOLD_S = 2.0
-"""Pause before an item whose images could not be read is tried again."""
+"""Pause after images that could not be read."""
 
 
 class AwaitedNews(NamedTuple):
-    """What parked requests wait for: while one request gets no answer, neither do others that wait for the same; of
-    Asks `AskVerb.admits` decides."""
+    """What parked requests wait for: while one gets no answer, neither do others with the same; of Asks
+    `AskVerb.admits` decides."""
 
     kind: str
     version: int = -1
-    """The version of an Ask's server, or the batch of a Take."""
+    """Of an Ask's server, or of a Take."""
     detail: Hashable = None
 
 
 class ParkableVerb(Protocol[M]):
-    """A kind of request that may have to wait."""
-
     def answer(self, peer: Peer, request: M, now: float) -> Message | None:
-        """The answer, or None: try again when `revision_of` has moved."""
+        """None: try again when `revision_of` has moved."""
 
     def waits_for(self, peer: Peer, request: M) -> AwaitedNews:
         pass
@@ -73,7 +71,7 @@ class ParkableVerb(Protocol[M]):
 
 
 class AskVerb:
-    """A server asks for work: parked until there is an item for it."""
+    """Parked until there is an item for the server."""
 
     def __init__(self, ledger: Ledger, rows: ServedRows) -> None:
         self._ledger, self._rows = ledger, rows
@@ -171,14 +169,14 @@ class TakeVerb:
 
 
 class PutVerb:
-    """A server hands over a group: parked while the byte budget is full."""
+    """Parked while the byte budget is full."""
 
     def __init__(self, ledger: Ledger, groups: UntrainedGroups, rows: ServedRows, limits: Limits) -> None:
         self._ledger, self._groups, self._rows, self._limits = ledger, groups, rows, limits
         self._unfit, self._logged_at = 0, -math.inf
 
     def answer(self, peer: Peer, put: Put, now: float) -> Stored | None:
-        """A group is judged once, when there is room for it."""
+        """Judges a group once, when there is room for it."""
         if self._groups.full:
             return None
         item, what = self._ledger.state.items.get(put.item), f"item {put.item}"
@@ -195,12 +193,11 @@ class PutVerb:
             return self._refused(peer, put, error, now)
         is_leased = item is not None and item.state == "leased"
         refusal = self._ledger.put(peer.key, put.item, put.lease, figures, now)
-        if item and is_leased and refusal is None:  # else it is a repetition
+        if item and is_leased and refusal is None:  # else a repetition
             self._groups.add(put.item, put.samples, figures, item.state == "stored")
         return ACCEPTED if refusal is None else Stored(accepted=False, reason=refusal)
 
     def _refused(self, peer: Peer, put: Put, error: WrongValue, now: float) -> Stored:
-        """The server goes on."""
         reason = str(error)
         self._ledger.fail(peer.key, put.item, put.lease, reason, now, kind=error.kind)
         self._unfit += 1
@@ -219,7 +216,7 @@ class PutVerb:
 
 
 class WhereVerb:
-    """A server asks for the learner's weights wire: parked until there is another one than it knows."""
+    """Parked until there is another weights wire than the server knows."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
@@ -260,18 +257,16 @@ revision_of: Callable[["Handlers"], tuple[int, ...]] = attrgetter(
     *("ledger.state.revision", "ledger.evaluations.revision", "peers.revision", "groups.revision"),
     *("rows.returns", "rows.made.num_made"),
 )
-"""Moves whenever something changed that a parked request may wait for."""
+"""Moves when something changed that a parked request may wait for."""
 
 
 def finished(ledger: Ledger) -> Finished | None:
-    """The answer to a request that waits for work or for a batch, once there will be none."""
+    """The answer once there will be no more work or batches."""
     outcome = ledger.view.outcome()
     return Finished(outcome=outcome, why=reasons.ended(ledger), last=ledger.view.reach.last) if outcome else None
 
 
 class Handlers:
-    """`problems` are the rows of the data set."""
-
     def __init__(self, ledger: Ledger, store: Store, problems: Sequence[Mapping[str, Any]], limits: Limits) -> None:
         self.ledger, self.store, self._limits = ledger, store, limits
         self.peers, self.rows = Peers(ledger, limits), ServedRows(problems)
@@ -292,7 +287,7 @@ class Handlers:
             protocol.Evaluated: self._evaluated, protocol.Goodbye: self._goodbye, protocol.Scale: self._scale,
             protocol.Kept: self._note_kept,
         }  # fmt: skip
-        """By kind of request; None: try again when `revision_of` has moved."""
+        """By kind of request."""
         self.kept: protocol.Kept | None = None
         self._noted: list[Change] = []
         self._void_before: int | None = None

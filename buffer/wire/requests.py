@@ -1,7 +1,7 @@
 """The pending requests: each one is taken to its answer, or parked until something changed that it may wait for.
 
-`server.py` calls `receive` for each message, then `retry`, commits `Handlers.changes`, and only then sends `answers`.
-Thousands may be parked: the first of those that wait for the same speaks for all of them while it gets no answer.
+`server.py` calls `receive` for each message, then `retry`, commits `Handlers.changes`, and only then sends `out`.
+Thousands may be parked: the first of those that wait for the same speaks for all of them.
 """
 
 import logging
@@ -60,8 +60,6 @@ def table() -> list[str]:
 
 @dataclass
 class PendingRequest:
-    """A request without an answer yet, and whom to give it to."""
-
     identity: bytes
     number: int
     message: Message
@@ -116,10 +114,10 @@ class DelayedPuts:
 
     def __init__(self) -> None:
         self.requests: dict[Key, tuple[PendingRequest, int]] = {}
-        """Each with the size of the dropped group."""
+        """With the size of the dropped group."""
         self._number_of: Counter[bytes] = Counter()
         self.asked_for: dict[Key, tuple[float, int]] = {}
-        """When it was asked for, and its size."""
+        """When, and its size."""
 
     def add(self, request: PendingRequest, put: protocol.Put) -> protocol.Later:
         """Raises ValueError beyond MOST_PUTS."""
@@ -163,8 +161,6 @@ class DelayedPuts:
 
 
 class PendingRequests:
-    """All requests of one buffer that have no answer yet, and the answers that are to be sent."""
-
     def __init__(self, handlers: Handlers, max_message: int) -> None:
         self.handlers, self.max_message = handlers, max_message
         self.errors: Counter[str] = Counter()
@@ -178,7 +174,7 @@ class PendingRequests:
         self._postponed = False
         """A part waited when the last turn ended."""
         self.out = deque[tuple[Frame, ...]]()
-        """Answers that may be sent once `changes` are committed."""
+        """Answers, sent once `changes` are committed."""
 
     def receive(self, frames: Sequence[Frame], now: float, role: str) -> None:
         """Apply one message, `[identity, frame]`. Whatever is wrong with it is answered with Refused."""
@@ -222,7 +218,7 @@ class PendingRequests:
         return min((end for end in ends if end is not None), default=None)
 
     def retry(self, now: float) -> None:
-        """The oldest first, until none changes anything for the others."""
+        """The oldest first, until nothing changes for the others."""
         again = self._postponed
         while again or self._tried != revision_of(self.handlers):
             again, self._tried = False, revision_of(self.handlers)
@@ -289,7 +285,6 @@ class PendingRequests:
             self._unpark(older)
 
     def _park(self, request: PendingRequest) -> list[PendingRequest]:
-        """Returns older requests that must make room."""
         peer = self.handlers.peers.known[request.identity]
         if isinstance(request.message, protocol.Put) and request.wait is None:
             self.parked_bytes += _size(request.message)
@@ -338,7 +333,7 @@ class PendingRequests:
         for request in (*self._parked, *self._delayed):
             peer, message = self.handlers.peers.known.get(request.identity), request.message
             if peer is None or (isinstance(message, protocol.Results) and not is_finished):
-                continue  # the learner asks for results in advance and waits for nothing
+                continue  # it asks in advance and waits for nothing
             verb = self.handlers.verbs[type(message)]
             alike = verb.waits_for(peer, message), self.handlers.ask.differs_by(peer)
             why = whys.get(alike) or whys.setdefault(alike, verb.why(peer, message))

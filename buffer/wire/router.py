@@ -1,5 +1,4 @@
-"""The buffer's ZeroMQ socket: a ROUTER, the events of its connections, and what one connection may hold: unread bytes,
-unread answers and an open file.
+"""The buffer's ZeroMQ socket: a ROUTER, the events of its connections, and what one connection may hold.
 
 `ZMQ_MAXMSGSIZE` holds for a whole socket, so half a message of a stranger could reserve as much memory as a group. The
 kernel counts the bytes of each connection (TCP_INFO); one that brings more than its role may send is closed.
@@ -33,26 +32,26 @@ log = logging.getLogger(__name__)
 UNKNOWN_BYTES = 2**16
 """Bytes before a Hello is read."""
 SMALL_BYTES = 2**22
-"""Unread bytes of a learner's or an observer's connection."""
+"""Unread bytes of a learner or an observer."""
 HELLO_S = 60.0
 FRAME_OVERHEAD = 64
-"""Most bytes of the wire for a message beside itself, with CURVE."""
+"""Most bytes of the wire beside a message, with CURVE."""
 UNSENT_BYTES = 32 * 2**20
 KEPT_FILES = OWN_FILES // 2
-"""Open files that are kept for the disk: below, connections without a Hello are closed."""
+"""Kept for the disk: below, connections without a Hello are closed."""
 REPEAT_S = 10.0
 BYTES_RECEIVED = 128
-"""Offset of `tcpi_bytes_received` in Linux's `struct tcp_info`."""
+"""Offset in Linux's `struct tcp_info`."""
 MAX_MESSAGES = 1024
 COPY_BELOW = 2**16
-"""Bytes; larger answers are sent without a copy."""
+"""Larger answers are sent without a copy."""
 
 OPTIONS = {
     zmq.ROUTER_HANDOVER: 1,  # a client that reconnects keeps its identity
     # Small answers that one client has not read. Its connection is closed when it asks for more: an answer that was
     # dropped, and a group that was to be sent again, would be missed.
     zmq.SNDHWM: 2048,
-    # Most messages of one client that wait to be read: a group has megabytes, and there are thousands of servers.
+    # Unread messages of one client: a group has megabytes, and there are thousands of servers.
     # One place is for the ZAP domain, so the end of a connection is noticed although two messages wait.
     zmq.RCVHWM: 3,
     zmq.LINGER: 1000,
@@ -63,7 +62,7 @@ CONNECTIONS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 
 
 class ListenError(ValueError):
-    """The address cannot be listened on; the text names it and the remedy."""
+    """The text names the address and the remedy."""
 
     pass
 
@@ -76,7 +75,7 @@ class Router:
         context = zmq.asyncio.Context()
         self._socket = context.socket(zmq.ROUTER)
         self.plain: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
-        """For calls that do not wait: a future for each message would cost more."""
+        """For calls that do not wait: futures would cost more."""
         self._auth: ThreadAuthenticator | None = None
         self._lock: int | None = None
         """ZeroMQ would take the path of the Unix socket from another buffer."""
@@ -85,7 +84,7 @@ class Router:
         """Set while a process has not said Hello."""
         self.events_read: deque[tuple[int, int]] = deque()
         self._heard: dict[bytes, int] = {}
-        """File descriptors of identities that sent something since the last look."""
+        """File descriptors of those that sent something since the last look."""
         self._socket.monitor("inproc://connections", CONNECTIONS)
         self._monitor = context.socket(zmq.PAIR)
         self._monitor.setsockopt(zmq.RCVHWM, 0)  # ZeroMQ's thread would wait until there is room for an event
@@ -189,8 +188,8 @@ class Router:
             self.strangers.set()
 
     def send(self, answer: Sequence[Frame]) -> None:
-        """Large frames are not copied. A process that reads none of its answers loses its connection; on its next one
-        it asks again."""
+        """Large frames are not copied. A process that reads none of its answers loses its connection, and asks again on
+        its next one."""
         identity, size = bytes(answer[0]), sum(map(len, answer))
         try:
             if size < COPY_BELOW:
@@ -226,7 +225,7 @@ class Router:
 
 
 class ConnectionLimits:
-    """The connections of one ZeroMQ socket, by their file descriptors.
+    """The connections of one ZeroMQ socket, by file descriptor.
 
     The kernel may give a descriptor to another socket before ZeroMQ's event is read. So only a socket whose own address
     is `endpoint` is shut down.
@@ -237,9 +236,9 @@ class ConnectionLimits:
         self.endpoint = ""
         """`tcp://127.0.0.1:5600`, `ipc://PATH`."""
         self.unknown: dict[int, float] = {}
-        """The oldest first, and when they were made."""
+        """When they were made, the oldest first."""
         self.most: dict[int, int] = {}
-        """Unread bytes; absent if the socket's own limit is enough."""
+        """Absent if the socket's own limit is enough."""
         self.read: dict[int, int] = {}
         self._closed: Counter[str] = Counter()
         self._logged_at = -inf
@@ -272,7 +271,6 @@ class ConnectionLimits:
             self.close(descriptor, f"said no Hello within {HELLO_S:g} s")
 
     def keep_files(self) -> None:
-        """The oldest connections without a Hello make room."""
         if self.unknown and (left := self.files.left()) < KEPT_FILES:
             for descriptor in list(self.unknown)[: int(2 * (KEPT_FILES - left)) + 1]:
                 self.close(descriptor, "said no Hello while open files ran out")
@@ -291,11 +289,10 @@ class ConnectionLimits:
 
 
 class UnsentAnswers:
-    """Bytes of large answers that ZeroMQ has not yet handed to the network, by who asked for them."""
+    """Bytes of large answers that are not yet in the network, by who asked for them."""
 
     def __init__(self) -> None:
         self.total, self.budget = 0, inf
-        """Groups that wait for room share the budget."""
         self._of: Counter[bytes] = Counter()
 
     def add(self, identity: bytes, size: int) -> None:
@@ -317,16 +314,15 @@ class UnsentAnswers:
 class ConnectionTracker:
     """Which process sends over which connection of a ROUTER, and whose connection has ended.
 
-    ZeroMQ names connections by file descriptors, which are not unique: the kernel gives a descriptor to the next
-    connection at once; a message may be read long after the end of its connection; and a connection whose process makes
-    another one is closed without an event. So `ended` is given the messages read and, after them, all events up to
-    then: a connection is accepted before it says anything, so its own event is among them. The next message corrects a
-    wrong guess.
+    File descriptors are not unique: the kernel gives one to the next connection at once; a message may be read long
+    after the end of its connection; and a connection whose process makes another one is closed without an event. So
+    `ended` is given the messages read and, after them, all events up to then: a connection is accepted before it says
+    anything, so its own event is among them. The next message corrects a wrong guess.
     """
 
     def __init__(self) -> None:
         self._over: dict[bytes, int] = {}
-        """The descriptor of the last message, by identity."""
+        """Of the last message."""
         self._last: dict[int, bytes] = {}
         self._closed: set[int] = set()
         """Descriptors without a connection."""
@@ -378,7 +374,6 @@ def end(descriptor: int, endpoint: str) -> None:
 
 
 def accepted_at(connection: socket.socket, endpoint: str) -> bool:
-    """Whether the socket's own address is the path, or has the port, of `endpoint`."""
     own = connection.getsockname()
     if connection.family == socket.AF_UNIX:
         return endpoint == f"ipc://{own}"

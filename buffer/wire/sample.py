@@ -1,7 +1,7 @@
 """A sample, and what the ledger needs of one.
 
-Validating each sample through `Sample` would take most of the buffer's time at full load. So `sample_stats` compares a
-sample with the layout that `Sample.pack` writes for its number of tokens, and validates only what does not match.
+Validating each sample would take most of the buffer's time at full load. So `sample_stats` compares it with the layout
+that `Sample.pack` writes for its number of tokens, and validates only what does not match.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,8 +38,7 @@ class SampleImage(Message):
     start: Count
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     data: bytes = b""
-    """The encoded file of an image that the task made. Images without data are the row's, counted anew in each
-    segment."""
+    """Of an image that the task made. Images without data are the row's, counted anew in each segment."""
 
 
 class TopTeacher(Message):
@@ -73,11 +72,11 @@ class Sample(Message):
     tokens: Array
     """int32: prompts, answers and what the environment said; segment by segment."""
     sampled: Array
-    """uint8: 1 where the policy sampled the token, 0 where it was given."""
+    """uint8: 1 where the policy sampled the token."""
     behaviour_logprobs: Array
-    """float32: of each sampled token under the sampling temperature; 0 elsewhere."""
+    """float32: under the sampling temperature; 0 for given tokens."""
     versions: Array
-    """int32: policy version that sampled each token; -1 elsewhere."""
+    """int32: the policy version; -1 for given tokens."""
     reward: FiniteFloat
     finish: Literal["stop", "length"]
     """`length`: cut at `sampling.max_tokens`."""
@@ -86,20 +85,19 @@ class Sample(Message):
     """Averaged into the metrics of the batch."""
     images: list[SampleImage] = Field(default_factory=list)
     starts: list[Count] = Field(default_factory=lambda: [0])
-    """Where each segment begins. Its tokens were sampled with those before them in the segment as context, and with no
-    others."""
+    """Of each segment, whose tokens saw only those before them in the segment."""
     turn_rewards: list[FiniteFloat] = Field(default_factory=list)
-    """A reward for each turn, whose sum is `reward`; or none. A turn is a maximal run of sampled tokens."""
+    """A reward for each turn, whose sum is `reward`; or none."""
     routes: Array | None = None
-    """[tokens, layers, k], uint8 or uint16: the experts that the server chose in each layer with experts; zeros for a
-    token that it did not compute."""
+    """[tokens, layers, k], uint8 or uint16: the server's experts in each layer with experts; zeros for a token that it
+    did not compute."""
     teacher: Annotated[
         Annotated[str, Tag("name")] | Annotated[TopTeacher, Tag("top")],
         Discriminator(lambda given: "top" if isinstance(given, dict | TopTeacher) else "name"),
     ] = ""
     """By the `data_source` of its rows; "" is the teacher of all other rows, or none."""
     teacher_logprobs: Array | None = None
-    """float32 [tokens]: of each sampled token at temperature 1; 0 elsewhere. None: no teacher."""
+    """float32 [tokens]: of each sampled token at temperature 1; 0 elsewhere."""
 
     DTYPES: ClassVar[dict[str, str]] = {
         "tokens": "int32",
@@ -166,7 +164,7 @@ class Sample(Message):
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
-        """First index, and the index after the last one, of each segment."""
+        """Begin and end of each segment."""
         return list(pairwise([*self.starts, self.tokens.shape[0]]))
 
     @property
@@ -201,7 +199,7 @@ def wrong_segments(starts: list[int], sampled: np.ndarray) -> str:
 
 
 def wrong_routes(routes: Array, tokens: int) -> str:
-    """Why `routes` are none of so many tokens; "" where they are."""
+    """Why `routes` are none of so many tokens, or ""."""
     shape = routes.shape
     if routes.dtype not in ROUTE_DTYPES or len(shape) != 3 or shape[0] != tokens or 0 in shape:
         needed = f"must be {' or '.join(ROUTE_DTYPES)} [{tokens} tokens, layers, k]"
@@ -210,7 +208,7 @@ def wrong_routes(routes: Array, tokens: int) -> str:
 
 
 def num_turns(sampled: np.ndarray) -> int:
-    """Every segment begins with a given token, so no run of sampled tokens crosses segments."""
+    """Every segment begins with a given token, so no turn crosses segments."""
     flags = np.asarray(sampled, bool)
     return int(flags[:1].sum() + np.count_nonzero(flags[1:] & ~flags[:-1]))
 
@@ -224,7 +222,7 @@ NOTHING_SPECIAL = msgpack.packb({"images": [], "starts": [0], "turn_rewards": []
 NO_NAME = msgpack.packb("")
 NO_TEACHER = msgpack.packb({TAUGHT: None})[1:]
 MOST_OFF = 1e-6
-"""Largest error of the sum of `turn_rewards`: relative, or absolute below 1."""
+"""Error of the sum of `turn_rewards`: relative, or absolute below 1."""
 SIZES = {name: np.dtype(dtype).itemsize for name, dtype in Sample.DTYPES.items()}
 BYTES_PER_TOKEN = sum(SIZES.values())
 Opened = tuple[bytes, int, dict[str, int], dict[str, Any]]
@@ -251,8 +249,8 @@ def stats_of(item: int, samples: Sequence[bytes], bounds: Bounds) -> list[Sample
 
 
 def _parse_fast(samples: Sequence[bytes], bounds: Bounds = ANY) -> list[SampleStats] | None:
-    """None: not the usual layout. A column of all samples is judged at once: calling NumPy takes longer than its work
-    on one sample."""
+    """None: not the usual layout. Columns of all samples are judged at once: calling NumPy takes longer than its work
+    on one."""
     opened = [found for data in samples if (found := _opened(data, bounds))]
     if bounds.replayed or len(opened) < len(samples) or not opened:
         return None
@@ -296,7 +294,7 @@ def _fits(column: Mapping[str, bytes], opened: Sequence[Opened], bounds: Bounds)
 
 
 def _opened(data: bytes, bounds: Bounds) -> Opened | None:
-    """None also where the sample's teacher is none of the run's, or it lacks one."""
+    """None also where the teacher is none of the run's, or is missing."""
     if (found := _places(data)) is None:
         return None
     number, places, end, last = found
@@ -332,7 +330,7 @@ def _are_finite(metrics: dict[Any, Any]) -> bool:
 
 
 def _places(data: bytes) -> tuple[int, dict[str, int], int, int] | None:
-    """The number of tokens; where each array begins; where the arrays end; and where the teacher's fields do."""
+    """The number of tokens; where each array begins; where the arrays end, and the teacher's fields begin."""
     if len(data) < NUM_TOKENS_AT + 5:
         return None
     size = SIZE_OF_NUMBER.get(data[NUM_TOKENS_AT], 0)

@@ -1,8 +1,8 @@
 """The buffer's event loop: a socket (`router.py`) in front of `requests.py`.
 
 Each turn reads all messages that are there, commits what they changed in one transaction, and only then sends the
-answers: what is acknowledged is on disk. The commit runs in the event loop: a thread of its own was slower, because it
-holds the GIL between two waits for the disk.
+answers: what is acknowledged is on disk. A thread for commits was slower: it holds the GIL between two waits for the
+disk.
 """
 
 import asyncio
@@ -35,8 +35,8 @@ TICK_S = 0.5
 
 
 class ListeningClock:
-    """The buffer's one clock: it stands still while the process cannot receive, as while a commit waits for the disk or
-    the process is stopped. That time must not end any silence, lease, claim or wait."""
+    """The buffer's one clock: it stands still while the process cannot receive, as while a commit waits for the disk.
+    That time must not end any silence, lease, claim or wait."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
@@ -56,7 +56,7 @@ class ListeningClock:
 
 
 class BufferServer:
-    """`clock` must be the clock with which the ledger was restored."""
+    """`clock` is the one with which the ledger was restored."""
 
     def __init__(self, address: str, max_message: int, keys: ServerKeys, clock: ListeningClock | None = None) -> None:
         self.address, self.clock = address, clock or ListeningClock()
@@ -75,7 +75,7 @@ class BufferServer:
         self._router.close()
 
     async def serve(self, requests: PendingRequests) -> None:
-        """Everything received by then is committed and answered, unless the disk is full."""
+        """All that was received is committed and answered, unless the disk is full."""
         self._loop = asyncio.get_running_loop()
         tasks = {asyncio.ensure_future(self._serve(requests)), asyncio.ensure_future(self._watch_strangers())}
         try:
@@ -160,7 +160,7 @@ class BufferServer:
             self._polling.cancel()
 
     async def _answer(self, requests: PendingRequests, now: float, more: bool) -> bool:
-        """Returns whether there is work for Takes that may be done at once."""
+        """Returns whether there is work for Takes now."""
         requests.retry(now)
         if not more:
             self._due = requests.expire(now)  # what was tried again may wait for the clock too

@@ -1,4 +1,4 @@
-"""What the values of a sample may be: one judge for the buffer and for the learner."""
+"""What the values of a sample may be: one judge for buffer and learner."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -25,11 +25,11 @@ KINDS: dict[str, FailureKind] = {
     **dict.fromkeys(("reward", "turn_rewards", "metrics"), "reward"),
     **dict.fromkeys(("images", "image", "starts", "segment"), "task"),
 }
-"""Whose fault a wrong field is; every other field is vLLM's."""
+"""Whose fault a wrong field is; else vLLM's."""
 
 
 class WrongValue(ValueError):
-    """A sample cannot be trained. The text begins with the field that is wrong."""
+    """The text begins with the field that is wrong."""
 
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(f"{name}: {problem}" if name else problem)
@@ -43,7 +43,7 @@ class WrongValue(ValueError):
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a model allows; the defaults where nothing is known of it."""
+    """What a model allows."""
 
     vocabulary: int = LARGEST
     experts: int = 0
@@ -53,8 +53,8 @@ class Bounds:
     replayed: bool = False
     """Every sample needs routes."""
     teachers: frozenset[str] | None = None
-    """By the `data_source` of their rows. "" is the teacher of all rows that have no other: where there is one, every
-    sample needs a teacher."""
+    """By the `data_source` of their rows; "" is the teacher of all other rows: with it, every sample needs a
+    teacher."""
     top_k: int | None = None
 
     @classmethod
@@ -89,7 +89,7 @@ class Columns:
 
 
 def judge_teacher(logprobs: Array | None, name: str, sampled: np.ndarray, bounds: Bounds) -> None:
-    """Raise WrongValue, also for a sample that needs a teacher and has none."""
+    """Raise WrongValue, also for a sample that lacks a teacher."""
     if logprobs is None:
         if "" in (bounds.teachers or ()):
             raise WrongValue("teacher_logprobs", "there are none; every row of this run has a teacher (teacher.model)")
