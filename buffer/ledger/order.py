@@ -9,7 +9,7 @@ from typing import Protocol
 from buffer.ledger import schedule
 from buffer.ledger.state import LedgerState
 
-DRAWS_PER_STEP = schedule.STEP // 16
+DRAWS_PER_STEP = schedule.STEP // 256
 """Draws for each step towards the next epoch's order, which is there long before it is needed."""
 
 

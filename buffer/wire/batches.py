@@ -123,18 +123,22 @@ class ServedRows:
         problem = dict(self._rows[row])
         return problem | {IMAGES: list(problem[IMAGES])} if problem.get(IMAGES) else problem
 
-    def images_of(self, item: int, row: int) -> RowImages | None:
-        """Does not make the row. Raises ImageUnavailable, and ImageError for a file that is gone or has changed."""
+    def images_of(self, row: int) -> Sequence[bytes]:
+        """Neither makes the row nor reads its files."""
+        if self._problems:
+            return (self._problems.images and self._problems.images.of(row)) or ()
+        files: Sequence[bytes] = self._rows[row].get(IMAGES, ())
+        return files
+
+    def read_images(self, item: int, row: int) -> RowImages | None:
+        """Raises ImageUnavailable, and ImageError for a file that is gone or has changed."""
         try:
-            if self._problems:
-                files: Sequence[bytes] = (self._problems.images and self._problems.images.of(row)) or ()
-            else:
-                files = self._rows[row].get(IMAGES, ())
+            files = list(self.images_of(row))
         except ImageUnavailable:
             raise
         except ImageError as error:
-            raise ImageError(f"item {item}, row {row}: {error}") from None
-        return RowImages(item=item, images=list(files)) if files else None
+            raise ImageError(f"item {item}, row {row}: {error}, and start the learner again") from None
+        return RowImages(item=item, images=files) if files else None
 
 
 @dataclass
@@ -221,7 +225,7 @@ class UntrainedGroups:
                     log.warning(TOO_MANY, take.version, cut.metrics_left_out, MOST_COLUMNS)
             if self.turn.over():
                 return None
-            part = self._cut[1].part(take.rank, self._fetch, lambda item: self._rows.images_of(item, items[item].row))
+            part = self._cut[1].part(take.rank, self._fetch, lambda item: self._rows.read_images(item, items[item].row))
         except DamagedSample as damage:
             self._leave_out(damage, take.version)
             return None

@@ -138,8 +138,6 @@ class TakeVerb:
         except ImageUnavailable as error:
             self._rows.note_away(error, now)
             return None
-        except ImageError as error:
-            raise ImageError(f"{error}, and start the learner again") from None
 
     def _counts(self, version: int) -> dict[str, Any]:
         ledger, state, totals = self._ledger, self._ledger.state, self._ledger.state.totals
@@ -185,8 +183,7 @@ class PutVerb:
                 raise WrongValue(what, f"{len(put.samples)} samples, batch.samples is {self._limits.samples}")
             figures = stats_of(put.item, put.samples, self._limits.bounds)
             shown = max([sample.row_images for sample in figures])
-            images = self._rows.images_of(put.item, item.row) if shown and item else None
-            if shown and item and shown > (has := len(images.images) if images else 0):
+            if shown and item and shown > (has := len(self._rows.images_of(item.row))):
                 problem = f"a sample shows {shown} images of row {item.row}, which has {has}"
                 raise WrongValue("images", problem).within(what)
         except WrongValue as error:

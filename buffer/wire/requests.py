@@ -233,7 +233,7 @@ class PendingRequests:
         if self._delayed.requests and not is_full:
             for request in self._delayed.ask_for(now):
                 if request.identity in self.handlers.peers.known:
-                    self._answer(request, protocol.Again())
+                    self.out.append((request.identity, pack(request.number, protocol.Again())))
         self._postponed = self.handlers.groups.turn.postponed
 
     def _retry_asks(self, waits: Sequence[AwaitedNews], now: float) -> None:
@@ -255,7 +255,7 @@ class PendingRequests:
         assert isinstance(older.message, protocol.Ask) and isinstance(request.message, protocol.Ask)
         if older.message.request > request.message.request:
             older, request = request, older
-        self._answer(older, protocol.Work(items=[]))
+        self.out.append((older.identity, pack(older.number, protocol.Work(items=[]))))
         return request
 
     def _try(self, request: PendingRequest, now: float) -> None:
@@ -280,7 +280,8 @@ class PendingRequests:
             return self._refuse(request.identity, request.number, request.kind, str(error), now)
         if answer is not None:
             self._unpark(request)
-            return self._answer(request, answer)
+            self.out.append((request.identity, *pack_frames(request.number, answer)))
+            return
         for older in self._park(request):
             self._unpark(older)
 
@@ -316,9 +317,6 @@ class PendingRequests:
             if request.identity in left:
                 self._unpark(request)
         self._delayed.forget(left)
-
-    def _answer(self, request: PendingRequest, answer: Message) -> None:
-        self.out.append((request.identity, *pack_frames(request.number, answer)))
 
     def _refuse(self, identity: bytes, number: int, what: str, reason: str, now: float) -> None:
         self.errors[what] += 1

@@ -59,7 +59,7 @@ class Scripted(BufferServer):
         with suppress(Over):
             await self.serve(self.requests)
 
-    async def _wake(self, at_once: bool) -> None:
+    async def _wake(self, now: float, at_once: bool) -> None:
         if not self.turns and not at_once:
             raise Over
 
