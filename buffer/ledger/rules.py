@@ -164,6 +164,7 @@ class Ledger:
         self._expired = -1, -1
         """`revision` and `next_lease` when `expire` looked last."""
         self._next_end: float | None = None
+        self._counted: tuple[tuple[Any, ...], Mapping[str, int]] = (), {}
         self.view = LedgerView(self.terms, self.state, self.order)
         self._attempts = Attempts(self.terms, self.state, self.order, self.view)
         self.batches = Batches(self.terms, self.state, self.view, self._attempts.take_back_too_old, self.find)
@@ -299,9 +300,12 @@ class Ledger:
         changes.totals = {(what, which): state.totals.known[what][which] for what, which in state.totals.changed}
         changes.rows = {row: row_values(state.rows.records[row]) for row in state.rows.changed}
         changes.evaluations, self.evaluations.changed = self.evaluations.changed, {}
-        counters = {**dict(zip(COUNTERS, map(int, counters_of(self)), strict=True)), **self.order.counters}
-        changes.scalars = {name: value for name, value in counters.items() if journal.counters.get(name) != value}
-        journal.changes, journal.counters = Changes(), counters
+        counted = counters_of(self), self.order.counters
+        if counted != self._counted:
+            counters = {**dict(zip(COUNTERS, map(int, counted[0]), strict=True)), **counted[1]}
+            changes.scalars = {name: value for name, value in counters.items() if journal.counters.get(name) != value}
+            journal.counters, self._counted = counters, counted
+        journal.changes = Changes()
         for noted in journal.touched, state.totals.changed, state.rows.changed:
             noted.clear()
         return changes
