@@ -16,12 +16,11 @@ GIVEN_UP_FAILED, GIVEN_UP_FLAT, GIVEN_UP_QUARANTINED, GIVEN_UP_ROWS = 1, 2, 3, 4
 """Why a run was given up."""
 EXAMPLES = 3
 REMEMBERED = 1024
-"""Requests and leases kept of each server, to recognise repeats."""
+"""Of each server, to recognise repeats."""
 T = TypeVar("T")
 BANDS = ("unseen", "unsolved", "between", "solved")
 """No group yet; no sample solved; some; all."""
 OWN_FAILURES = ("reward", "task", "prompt")
-"""Kinds of failures that may come from the row."""
 
 
 class Totals:
@@ -70,8 +69,6 @@ class Totals:
 
 
 class Trend:
-    """Successes and failures lately."""
-
     def __init__(self) -> None:
         self.failures_in_row = 0
         """Failures of the infrastructure do not count."""
@@ -129,7 +126,7 @@ class Marks(NamedTuple):
 
     solved_at: float = 1.0
     streak: int = 2
-    """After so many equal groups in a row, older groups do not count."""
+    """Equal groups in a row after which older ones do not count."""
 
 
 @dataclass(slots=True)
@@ -165,7 +162,7 @@ row_values: Callable[[RowRecord], RowValues] = attrgetter(*[one.name for one in 
 
 
 class Rows:
-    """All rows that were drawn. `attempts` failures without a group leave a row out."""
+    """`attempts` failures without a group leave a row out."""
 
     def __init__(self, problems: int = 0, marks: Marks | None = None, attempts: int = 3) -> None:
         self.problems, self.marks, self.attempts = problems, marks or Marks(), attempts

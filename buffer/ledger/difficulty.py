@@ -1,8 +1,7 @@
-"""Draws problems by how hard they are: each band of solved share gets its share of the draws (`data.difficulty`).
+"""Draws problems by how hard they are: each band of solved share gets its share of the draws (docs/difficulty.md).
 
-Source and band take turns by weight; the turns of an empty band go to the others. A band gives the row that was drawn
-longest ago. A row is not drawn while its item is open or waiting, nor while it rests. If no row is ready, the one whose
-rest ends first comes, then the one that was drawn longest ago. A buffer that is started again draws the same rows.
+A row is not drawn while its item is open or waiting, nor while it rests. If no row is ready, the one whose rest ends
+first comes, then the one that was drawn longest ago. A buffer that is started again draws the same rows.
 """
 
 import heapq
@@ -18,7 +17,7 @@ from buffer.ledger.counts import BANDS
 from buffer.ledger.state import LedgerState
 
 PARTS = 10**6
-"""Weights are counted in millionths, so that turns are whole numbers."""
+"""Turns are whole numbers, of millionths."""
 RESTING = ("resting", "retired")
 OPEN_OR_WAITING = ("waiting", "leased", "stored")
 

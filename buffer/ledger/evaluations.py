@@ -1,7 +1,7 @@
 """Who evaluates which version, and what came of it.
 
-Evaluations are due at version 0, every `every` versions, and at the last one. At most one runs: a server claims it, and
-holds newer versions back. If it dies, another one claims it with its own version. A late evaluation is left out.
+At most one evaluation runs: a server claims it, and holds newer versions back. If it dies, another one claims it with
+its own version. A late evaluation is left out.
 """
 
 from collections.abc import Collection
@@ -11,7 +11,6 @@ from typing import Literal, NamedTuple
 from buffer.ledger.types import EvaluationRow, server_name
 
 ATTEMPTS = 5
-"""Claims after which an evaluation is given up."""
 Standing = Literal["none", "due", "over"]
 """Answer to a heartbeat. `over`: the evaluation that the server makes is no longer its own."""
 

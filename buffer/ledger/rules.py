@@ -34,7 +34,7 @@ from buffer.ledger.types import (
 
 ZERO_VARIANCE = "zero variance"
 FIXED = ("problems", "seed", "shuffle")
-"""Terms that must not change while a run goes on."""
+"""Must not change while a run goes on."""
 COUNTERS: Mapping[str, str] = {
     **{name: f"terms.{name}" for name in FIXED},
     **{name: f"state.{name}" for name in ("version", "last_trained", "oldest", "ceiling", "next_item", "next_lease")},
@@ -43,7 +43,6 @@ COUNTERS: Mapping[str, str] = {
     **{f"suspicion_{one.name}": f"batches.suspicion.{one.name}" for one in fields(Suspicion)},
     **{one.name: f"wanted.{one.name}" for one in fields(WantedServers)},
 }
-"""Where the ledger has each counter of the store."""
 counters_of = attrgetter(*COUNTERS.values())
 
 
@@ -66,7 +65,7 @@ class Attempts:
         return now < server.heard + self._terms.lease_s
 
     def store(self, item: ItemState, samples: Sequence[SampleStats], now: float) -> bool:
-        """Store the group of a leased item. False: the attempt has failed."""
+        """False: the attempt has failed."""
         state, d = self._state, item.version
         newest = max([sample.newest for sample in samples if sample.newest is not None], default=0)
         oldest = min([sample.oldest for sample in samples if sample.oldest is not None], default=d)
@@ -290,7 +289,7 @@ class Ledger:
         return self._next_end
 
     def find(self, number: int) -> ItemState | None:
-        """An item, also one that has left memory."""
+        """Also an item that has left memory."""
         return self.state.items.get(number) or self.state.journal.closed(number) or self._recall(number)
 
     def drain(self) -> Changes:

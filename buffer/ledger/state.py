@@ -34,7 +34,6 @@ class ServerRecord:
     asked: dict[int, int] = field(default_factory=dict)
     """Version of each unanswered Ask, by request number."""
     answered: dict[int, None] = field(default_factory=dict)
-    """Requests that got work."""
     done: dict[int, None] = field(default_factory=dict)
     """Leases that ended with an accepted group."""
 
@@ -70,8 +69,6 @@ class UndonePolicies:
 
 
 class Pool:
-    """Open items, and those that wait to be dispatched again."""
-
     def __init__(self, items: Iterable[ItemState] = ()) -> None:
         items = list(items)
         self.open = Counter(item.version for item in items if item.state in OPEN)
@@ -154,10 +151,8 @@ class LedgerState:
     def __init__(self, rows: Rows | None = None) -> None:
         self.rows = rows or Rows()
         self.version = 0
-        """The next batch, v'."""
         self.last_trained = -1
         self.oldest = 0
-        """Oldest batch not pruned."""
         self.ceiling = 0
         """No policy above this version can exist."""
         self.undone = UndonePolicies()
@@ -180,7 +175,6 @@ class LedgerState:
         return item
 
     def dispatch(self, item: ItemState, server: str, version: int, now: float, request: int) -> None:
-        """New or waiting -> leased."""
         item.state, item.server, item.version, item.request, item.since = "leased", server, version, request, now
         item.lease, item.attempts = self.next_lease, item.attempts + 1
         self.next_lease += 1

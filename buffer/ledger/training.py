@@ -3,10 +3,6 @@
 The functions at the end take open items as counts by dispatch version, `{d: number}`. Sorted by d, item i goes into
 batch `version + i // groups` at the latest, where `version` is the next batch. The set is *feasible* when every item
 meets `d + staleness >= version + i // groups`. Only the last item of each d can break that.
-
-A killed learner names no cause, so the ledger counts the starts that took a batch and never trained it. A batch that
-ended MOST_ENDS starts is *suspect*: the next learner tries each of its groups alone. A group whose trial ended
-MOST_ENDS starts is the culprit.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -22,10 +18,10 @@ MOST_ENDS = 2
 LEAST_FAILURES, LEAST_BATCHES = 100, 3
 """So many failures in a row, and the groups of so many batches, end a run."""
 LEAST_FLAT, LEAST_FLAT_BATCHES = 1000, 10
-"""The same for groups without variance. If one group in 100 has variance, 1,000 in a row without come once in 2 million
+"""The same for groups without variance: if one group in 100 has some, 1,000 in a row have none once in 2 million
 groups."""
 LEAST_QUARANTINED = 10
-"""So many groups in quarantine in a row, and those of a batch, end a run: then the groups are not at fault."""
+"""The same for groups in quarantine: then the groups are not at fault."""
 
 
 class LedgerView:
@@ -133,7 +129,11 @@ class LedgerView:
 
 @dataclass
 class Suspicion:
-    """The starts of the learner that ended; -1: none."""
+    """The starts of the learner that ended; -1: none.
+
+    A killed learner names no cause. A batch that ended MOST_ENDS starts is *suspect*: the next learner tries each of
+    its groups alone. A group whose trial ended MOST_ENDS starts is the culprit.
+    """
 
     taken: int = -1
     suspect: int = -1
@@ -209,8 +209,7 @@ class Batches:
     def trained(self, version: int) -> list[int]:
         """Mark batches up to `version` as trained; returns their items.
 
-        Only the first rank's call has an effect, and a replaced learner's has none: after a rewind a batch must be
-        taken again.
+        Only the first rank's call has an effect, and none after a rewind: the batch must be taken again.
         """
         state = self._state
         if version >= state.version:
@@ -298,7 +297,6 @@ class Batches:
 
 
 def feasible(counts: Mapping[int, int], version: int, groups: int, staleness: int) -> bool:
-    """Whether all open items can still be trained within the bound."""
     end = 0
     for dispatched in sorted(counts):
         end += counts[dispatched]
@@ -321,7 +319,6 @@ def room(counts: Mapping[int, int], version: int, groups: int, staleness: int, d
 
 
 def left_behind(counts: Mapping[int, int], stored: Mapping[int, int], groups: int) -> dict[int, int]:
-    """The open items that remain after the next batch."""
     left, wanted = dict(counts), groups
     for d in sorted(stored):
         taken = min(stored[d], wanted)

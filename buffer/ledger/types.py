@@ -20,8 +20,6 @@ class LedgerError(ValueError):
 
 @dataclass(frozen=True)
 class Terms:
-    """What the rules depend on of the run file."""
-
     problems: int
     groups: int
     max_staleness: int
@@ -60,8 +58,6 @@ class SampleStats:
 
 @dataclass(frozen=True)
 class Lease:
-    """A dispatched item: `index` is the row, `version` is d."""
-
     item: int
     lease: int
     index: int
@@ -146,7 +142,6 @@ item_values: Callable[[ItemState], tuple[int | str, ...]] = attrgetter(
     *("number", "row", "epoch", "state", "reason", "version", "server", "lease", "request", "attempts", "batch"),
     *("lengths.samples", "lengths.tokens", "lengths.sampled", "lengths.truncated"),
 )
-"""The columns of the store."""
 
 
 class EvaluationRow(NamedTuple):
@@ -166,8 +161,6 @@ class EvaluationRow(NamedTuple):
 
 @dataclass
 class Changes:
-    """What the store writes of the ledger."""
-
     items: dict[int, tuple[int | str, ...]] = field(default_factory=dict)
     sample_stats: dict[int, tuple[SampleStats, ...]] = field(default_factory=dict)
     discarded: set[int] = field(default_factory=set)
@@ -190,7 +183,7 @@ class Transaction:
 
     changes: Changes
     payloads: Mapping[int, Sequence[bytes]] = field(default_factory=dict)
-    """Packed samples of newly accepted groups, by item."""
+    """Packed samples of new groups, by item."""
     void_before: int | None = None
     """Samples of earlier batches and drops are deleted."""
     noted: Sequence[tuple[str, object, object]] = ()

@@ -15,7 +15,7 @@ from buffer.store.faults import StoreError
 from buffer.store.witness import PAGE, Log
 
 LOG_PAGES = 4096
-"""Pages after which the write-ahead log is begun anew."""
+"""In pages; then the log is begun anew."""
 TO_BE_OPENED = "it must be a file that this user may read and write, in a folder that it may write to"
 FOREIGN = "an SQLite file of another program; name another file"
 LOADED = "(batch = -1 OR batch >= COALESCE((SELECT value FROM meta WHERE name = 'oldest'), 0))"
@@ -179,7 +179,7 @@ NOT_OPENED = (sqlite3.SQLITE_PERM, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTO
 
 @contextmanager
 def explained(path: Path | None) -> Iterator[None]:
-    """Turn SQLite's errors about a file into a StoreError with the remedy."""
+    """Turn SQLite's errors into a StoreError with the remedy."""
     try:
         yield
     except UnicodeDecodeError:  # SQLite quotes the bytes in its error

@@ -20,9 +20,7 @@ from buffer.store.witness import identity
 from configs.variables import private_folder
 
 SEGMENT_BYTES, AHEAD_BYTES = 64 * 2**20, 8 * 2**20
-"""Size of a segment, and the space allocated at a time."""
 SPARES = 8
-"""Empty segments kept for reuse."""
 BLOCK_BYTES = 4096
 """A commit begins at a multiple of this: no write touches a block with committed bytes."""
 BUFFERS = 512

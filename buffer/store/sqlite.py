@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 SAMPLES_FIELD = 11
 as_json = json.JSONEncoder(ensure_ascii=False, default=repr).encode
 UNREADABLE = {errno.EIO, errno.ENOENT, errno.EUCLEAN}
-"""Errors that mean that a sample's bytes are lost."""
+"""Then a sample's bytes are lost."""
 
 
 class Store:
@@ -216,7 +216,7 @@ class Store:
         return self._read(item, 0, rows) if rows else []
 
     def samples(self, item: int, indexes: Sequence[int]) -> list[bytes]:
-        """Some packed samples of a group. Raises DamagedSample."""
+        """Raises DamagedSample."""
         rows = self._db.execute(sql.GROUP, [item]).fetchall()
         if len(indexes) == len(rows):
             return self._read(item, 0, rows)

@@ -1,21 +1,18 @@
 """Notices whether the ledger lacks commits, has damaged pages, or was deleted or replaced while it is open.
 
 SQLite silently drops what it cannot read of its log, and an older copy of the file is a sound database too. So each
-transaction counts itself in the ledger, and the number is written to the witness, a small file beside it, after the
-commit and before anything is acknowledged. The witness is not synced: after a power cut it may be older than the
-ledger, never newer, unless the disk broke its promise or `buffer.fsync` is false. It is one line: name of the ledger,
-number of commits, dashes, and CRC32C of these. In place of dashes an earlier release left the CRC32C of the ledger's
-file at a clean end.
+transaction counts itself in the ledger, and the number is written to the witness, a small file beside it, before
+anything is acknowledged. The witness is not synced: after a power cut it may be older than the ledger, never newer,
+unless the disk broke its promise or `buffer.fsync` is false. It is one line: name of the ledger, number of commits,
+dashes (in place of which an earlier release left a CRC32C), and CRC32C of these.
 
-SQLite has checksums in its log only, so a second file has one of each page. A commit appends the pages that it changes
-to the log. There `PageSums` reads them after the commit, and notes the CRC32C of each. SQLite copies pages from the log
-into the ledger's file when it likes, as does any tool that opens the file. So at a start every page of the file must
-have its checksum, but those that SQLite reads from the log.
+SQLite has checksums in its log only, so a second file has one of each page. A commit appends pages to the log;
+`PageSums` reads them there and notes the CRC32C of each. SQLite copies pages from the log into the ledger's file when
+it likes. So at a start every page of the file must have its checksum, but those that SQLite reads from the log.
 
-The file of checksums has 4 bytes for each page: its CRC32C, exclusive or that of a page of zeros. So a page that was
-never written, and that the ledger's file lacks or has a hole for, has 0. It is synced before SQLite begins the log
-anew. A kill or a power cut may leave pages in the log whose checksums were not noted. `PageSums` notes them before
-SQLite may copy the log into the file: before the ledger is opened for writing, and again before it is closed.
+A checksum is stored exclusive or that of a page of zeros, so a page that was never written has 0. The checksums are
+synced before SQLite begins the log anew. A kill may leave pages in the log whose checksums were not noted. `PageSums`
+notes them before SQLite may copy the log: before the ledger is opened for writing, and before it is closed.
 
 The log begins with a header and goes on with frames: a page with its number, the salt of the header, and a checksum of
 all frames so far. The last frame of a commit also has the number of pages of the whole file. See

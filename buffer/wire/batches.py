@@ -34,7 +34,7 @@ from configs.flow.capacity import CACHE_BYTES
 log = logging.getLogger(__name__)
 TOO_MANY = "batch %d: %d metrics left out, the %d that most samples have are kept; give metrics fixed names"
 Groups = Sequence[tuple[int, int, Sequence[tuple[bytes, SampleStats]]]]
-"""(item, dispatch version, packed samples with their figures)"""
+"""(item, d, packed samples with their figures)"""
 MOST_OF_A_RANK = 0.75
 """Share of a rank's mean load above which a group may be cut: another rank would wait."""
 MOST_COLUMNS = 1024

@@ -23,8 +23,6 @@ CLOSE_S = 30.0
 
 
 class RolloutClient:
-    """`server_version` returns the policy version of the engine."""
-
     def __init__(self, client: Connection, server_version: Callable[[], int]) -> None:
         self.client, self._version = client, server_version
         self.holding: set[int] = set()
@@ -198,7 +196,6 @@ class LearnerClient:
         self._wait(self.client.expect(protocol.Quarantine(item=item, reason=reason), protocol.Ack), "Quarantine")
 
     def try_alone(self, version: int, item: int | None) -> None:
-        """None: this learner has tried all."""
         self._wait(self.client.expect(protocol.Trial(version=version, item=item), protocol.Ack), "Trial")
 
     def stop(self) -> None:

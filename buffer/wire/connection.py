@@ -78,8 +78,6 @@ async def events_of(socket: zmq.asyncio.Socket, kinds: int) -> AsyncGenerator[tu
 
 
 class RefusedError(RuntimeError):
-    """`reason` is one line for people."""
-
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason

@@ -22,7 +22,7 @@ MOST_RANKS = 2**16
 MOST_WORKERS = 4096
 MOST_NAMED = 2**14
 MOST_HELD = 2**16
-"""Leases that one server holds, and samples of a group."""
+"""Leases of a server, samples of a group."""
 MOST_STATS = 256
 """Every answer to `Status` repeats them for each server."""
 MOST_RESULTS = 2**18
@@ -45,7 +45,6 @@ NAMES: dict[Any, Dtype] = {np.dtype(name): name for name in get_args(Dtype)}
 
 
 def written(text: Any) -> Any:
-    """Half surrogate pairs, which UTF-8 cannot hold, become escapes."""
     return text.encode("utf-8", "backslashreplace").decode() if isinstance(text, str) else text
 
 
@@ -101,7 +100,6 @@ class Array(Message):
 
     @classmethod
     def of(cls, array: np.ndarray) -> "Array":
-        """Raises ValidationError for a dtype that does not travel."""
         array = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False)
         name: Any = NAMES.get(array.dtype) or array.dtype.name
         return cls(dtype=name, shape=list(array.shape), data=array.tobytes())
@@ -111,7 +109,6 @@ class Array(Message):
 
 
 def pack(number: int, message: Message) -> Frame:
-    """One message as one frame."""
     fields = {"kind": type(message).__name__, "id": number, **message.model_dump()}
     if not message.FRAMED:
         return bytes(msgpack.packb(fields, **TEXT))

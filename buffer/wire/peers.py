@@ -29,7 +29,6 @@ class Peer:
     hello: protocol.Hello
     heard: float
     beat: int = 0
-    """An older Heartbeat is ignored."""
     stats: dict[str, float] = field(default_factory=dict)
     broke: float | None = None
     world: int | None = None
@@ -52,7 +51,6 @@ class Peers:
         """Moves when who came or went may bring an answer."""
         self.weights: str | None = None
         self._named: defaultdict[tuple[str, str], set[bytes]] = defaultdict(set)
-        """By name and role."""
         self._roles: Counter[str] = Counter()
         self._replaced: Remembered[str] = Remembered(MOST_RANKS)
         self._starts: defaultdict[str, int] = defaultdict(count().__next__)
@@ -110,7 +108,6 @@ class Peers:
         return known is None or known.hello != hello
 
     def _crowded(self, identity: bytes, hello: protocol.Hello) -> str:
-        """Observers make room."""
         if known := self.known.get(identity):
             return renamed(hello.name, known.hellos) if known.hello != hello else ""
         number = self._roles[hello.role]

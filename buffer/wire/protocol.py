@@ -1,14 +1,7 @@
-"""The samples wire: the requests of rollout servers, learner and observers, and the buffer's answers.
+"""The samples wire: all requests and answers. docs/design/samples-wire.md says what they mean in sequence.
 
-A client repeats a request, with the same `id`, until it is answered: each request is idempotent. The buffer parks a
-request that cannot be answered yet. docs/design/samples-wire.md says what the messages mean in sequence.
-
-    rollout:  Hello -> Welcome   Where -> WeightsAddress   Ask -> Work | Finished   Put -> Stored   Fail -> Ack
-              Heartbeat -> News   Evaluate -> Due   Evaluated -> Stored   Goodbye -> Ack
-    learner:  Hello -> Welcome   Rewind -> Rewound   Take -> Part | Finished   Trained -> Ack
-              Quarantine -> Ack   Trial -> Ack   Results -> EvaluationResult | Ack
-    launcher: Scale -> Ack   Kept -> Ack
-    anybody:  Status -> State    and whatever is wrong -> Refused;  NotRegistered: say Hello first, then repeat
+A client repeats a request, with the same `id`, until it is answered: each request is idempotent. The buffer parks what
+cannot be answered yet, and answers what is wrong with Refused.
 """
 
 from typing import Annotated, ClassVar, Literal
@@ -56,7 +49,6 @@ class WorkItem(Message):
     version: Count
     """The group's age counts from here."""
     problem: Row
-    """Its `images` are encoded files."""
 
 
 class Waiter(Message):
@@ -77,7 +69,6 @@ class Hello(Message):
     role: Literal["rollout", "learner", "launcher", "observer"]
     protocol: Count
     fingerprint: Name
-    """Empty for launchers and observers."""
     serves: LongName | None = None
 
 
@@ -115,8 +106,6 @@ class Fail(Message):
 
 
 class Heartbeat(Message):
-    """The server lives and works on the leases `holding`."""
-
     version: Count
     holding: Held[Count]
     stats: Stats = Field(default_factory=dict)
@@ -124,14 +113,11 @@ class Heartbeat(Message):
 
 
 class Evaluate(Message):
-    """Is the server to evaluate `version`?"""
-
     version: Count
 
 
 class SetResult(Message):
     figures: Figures
-    """By name, as in `mean@8`."""
     reasons: Few[Text] = Field(default_factory=list)
     examples: Few[Row] = Field(default_factory=list)
     """`problem` (the row), `answer`, `reward`, `finish`."""
@@ -179,8 +165,6 @@ class Trained(Message):
 
 
 class Quarantine(Message):
-    """The group of `item` cannot be trained."""
-
     item: Count
     reason: Annotated[str, BeforeValidator(written), Field(max_length=MOST_REASON)]
     """One line."""
@@ -322,7 +306,6 @@ class Part(Message):
     failed: Count = 0
     dropped: Count = 0
     retried: Count = 0
-    """Groups that were not made at the first attempt."""
     generated: Count = 0
     running: Count = 0
     """Sequences when the batch was cut; `places`: how many could run."""
@@ -343,7 +326,6 @@ class Part(Message):
 class Finished(Message):
     outcome: Outcome
     why: Report
-    """Several lines for people."""
     last: Count | None = None
 
 
@@ -370,7 +352,6 @@ class State(Message):
     """[groups, samples, tokens, sampled, truncated] by `generated`, `trained`, `dropped: REASON`, `discarded:
     REASON`."""
     ages: Annotated[dict[Count, Count], Field(max_length=MOST_KEYS)]
-    """Trained groups by age."""
     bytes_stored: Count
     servers: ByName[Row]
     """Version, leases held, `silent_s`, stats; `gone_s`, seconds since it ended."""
@@ -387,8 +368,6 @@ class State(Message):
 
 
 class Refused(Message):
-    """`reason` is one line for people: what, which value, what to do."""
-
     reason: Text
 
 

@@ -16,8 +16,6 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Remembered(Generic[K]):
-    """The latest `most` keys."""
-
     def __init__(self, most: int) -> None:
         self._most = most
         self._keys: dict[K, None] = {}

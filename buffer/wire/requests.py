@@ -29,7 +29,6 @@ VERBS: dict[str, tuple[str, ...]] = {
     "launcher": ("Hello", "Status", "Scale", "Kept"),
     "observer": ("Hello", "Status"),
 }
-"""By role of the key. A process may also say Hello as an observer."""
 OWNER = {"rollout": "rollout servers", "learner": "the learner", "launcher": "the launcher and `actors scale`"}
 
 
@@ -51,7 +50,6 @@ def refusal(role: str, said: str | None, message: Message) -> str | None:
 
 
 def table() -> list[str]:
-    """The table in docs/design/samples-wire.md."""
     verbs = dict.fromkeys(verb for verbs in VERBS.values() for verb in verbs)
     rows = [[f" `{verb}` ", *(" yes " if verb in allowed else " " for allowed in VERBS.values())] for verb in verbs]
     head = [" request ", *(f" `{role}` " for role in VERBS)]
@@ -72,8 +70,6 @@ class PendingRequest:
 
 
 class ParkedRequests:
-    """In the order in which they came."""
-
     def __init__(self) -> None:
         self.by_key: dict[Key, PendingRequest] = {}
         self.by_wait: defaultdict[AwaitedNews, dict[Key, PendingRequest]] = defaultdict(dict)
@@ -172,7 +168,6 @@ class PendingRequests:
         self._delayed = DelayedPuts()
         self._tried: tuple[int, ...] = ()
         self._postponed = False
-        """A part waited when the last turn ended."""
         self.out = deque[tuple[Frame, ...]]()
         """Answers, sent once `changes` are committed."""
 

@@ -32,7 +32,6 @@ log = logging.getLogger(__name__)
 UNKNOWN_BYTES = 2**16
 """Bytes before a Hello is read."""
 SMALL_BYTES = 2**22
-"""Unread bytes of a learner or an observer."""
 HELLO_S = 60.0
 FRAME_OVERHEAD = 64
 """Most bytes of the wire beside a message, with CURVE."""
@@ -81,7 +80,6 @@ class Router:
         """ZeroMQ would take the path of the Unix socket from another buffer."""
         self.unsent, self.limits, self._tracker = UnsentAnswers(), ConnectionLimits(), ConnectionTracker()
         self.strangers = asyncio.Event()
-        """Set while a process has not said Hello."""
         self.events_read: deque[tuple[int, int]] = deque()
         self._heard: dict[bytes, int] = {}
         """File descriptors of those that sent something since the last look."""
@@ -266,7 +264,6 @@ class ConnectionLimits:
         self.log(now)
 
     def close_silent(self, now: float) -> None:
-        """Call it only while messages are read."""
         for descriptor in [one for one, since in self.unknown.items() if now - since > HELLO_S]:
             self.close(descriptor, f"said no Hello within {HELLO_S:g} s")
 

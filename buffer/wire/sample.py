@@ -33,8 +33,6 @@ from buffer.wire.values import (
 
 
 class SampleImage(Message):
-    """An image in a sample."""
-
     start: Count
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     data: bytes = b""
@@ -79,10 +77,8 @@ class Sample(Message):
     """int32: the policy version; -1 for given tokens."""
     reward: FiniteFloat
     finish: Literal["stop", "length"]
-    """`length`: cut at `sampling.max_tokens`."""
     answer: str = ""
     metrics: dict[str, FiniteFloat] = Field(default_factory=dict)
-    """Averaged into the metrics of the batch."""
     images: list[SampleImage] = Field(default_factory=list)
     starts: list[Count] = Field(default_factory=lambda: [0])
     """Of each segment, whose tokens saw only those before them in the segment."""
@@ -164,7 +160,6 @@ class Sample(Message):
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
-        """Begin and end of each segment."""
         return list(pairwise([*self.starts, self.tokens.shape[0]]))
 
     @property

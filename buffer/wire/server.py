@@ -64,7 +64,6 @@ class BufferServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._polling: asyncio.Future[Any] | None = None
         self._due: float | None = None
-        """By `clock`."""
         self._news = asyncio.Event()
 
     async def __aenter__(self) -> "BufferServer":
@@ -89,6 +88,7 @@ class BufferServer:
 
     async def _serve(self, requests: PendingRequests) -> None:
         memory, handlers, has_parts = MemoryWatch(self.clock.now()), requests.handlers, False
+        known = handlers.peers.known
         while True:
             await self._wake(self.clock.mark(), at_once=has_parts)
             now = self.clock.mark()
@@ -99,8 +99,7 @@ class BufferServer:
             requests.unsent_bytes = self._router.unsent.total
             for role, frames in received:
                 requests.receive(frames, now, role)
-            known = handlers.peers.known
-            for identity in self._router.ended(lambda who: known[who].hello.role if who in known else None, now):  # noqa: B023
+            for identity in self._router.ended(lambda who: known[who].hello.role if who in known else None, now):
                 handlers.peers.on_disconnect(identity, now)
             if not more:  # a server is silent only if no message of it waits to be read
                 requests.expire(now)

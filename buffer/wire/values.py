@@ -18,7 +18,6 @@ LEAST_LOGPROB = -1000.0
 SIGNED, UNSIGNED = np.dtype("<i4"), np.dtype("<u4")
 LEAST_BITS = int(np.float32(LEAST_LOGPROB).view(UNSIGNED))
 MOST_MASS_OFF = 0.01
-"""Rounding error of the sum of a teacher's probabilities."""
 MOST_REWARD = 1e6
 LARGEST = 2**31 - 1
 KINDS: dict[str, FailureKind] = {
@@ -43,15 +42,12 @@ class WrongValue(ValueError):
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a model allows."""
-
     vocabulary: int = LARGEST
     experts: int = 0
     routed: tuple[int, int] | None = None
     """Layers with experts, and the experts that a token takes in each."""
     placeholder: int | None = None
     replayed: bool = False
-    """Every sample needs routes."""
     teachers: frozenset[str] | None = None
     """By the `data_source` of their rows; "" is the teacher of all other rows: with it, every sample needs a
     teacher."""
@@ -136,7 +132,6 @@ def judge(columns: Columns, bounds: Bounds, images: Sequence[int], starts: Seque
 
 
 def judge_rewards(rewards: Sequence[float]) -> None:
-    """Raise WrongValue. The first reward is the sample's, the others are its turns'."""
     for number, reward in enumerate(rewards):
         if abs(reward) > MOST_REWARD:
             name = f"turn_rewards.{number - 1}" if number else "reward"
