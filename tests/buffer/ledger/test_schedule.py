@@ -6,6 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer.ledger import schedule, training
+from buffer.ledger.order import EpochOrder
+from buffer.ledger.rules import Ledger
 from buffer.ledger.schedule import STEP, Drawing, order, ordering
 
 versions = st.integers(0, 6)
@@ -93,3 +95,15 @@ def test_an_order_that_is_drawn_in_steps_is_the_order(problems, seed, epoch, ste
 def test_a_million_rows_take_many_steps():
     steps = sum(1 for _ in ordering(100_000, 0, 0, True))
     assert steps == 100_000 // STEP
+
+
+def test_the_next_epoch_s_order_is_there_long_before_it_is_needed() -> None:
+    ledger = Ledger(4 * STEP, 1, 10**6)
+    order, state = ledger.order, ledger.state
+    assert isinstance(order, EpochOrder)
+    for _ in range(STEP // 4):
+        assert order.draw(state) is not None
+        state.next_item += 1
+    assert order._following and order._following[1].drawn is not None
+    state.next_item = 4 * STEP
+    assert order.draw(state) == schedule.order(4 * STEP, 0, 1, True)[0]

@@ -121,6 +121,21 @@ def test_a_parked_group_is_parsed_once_when_there_is_room_for_it(monkeypatch: py
     assert parses.number == 2 * len(others)
 
 
+def test_a_group_that_cannot_be_trained_is_refused_once_there_is_room_and_its_item_goes_on() -> None:
+    clients = Clients(make_requests(groups=2, max_staleness=4, max_bytes=1))
+    first, second, third = clients.work("a", 3)
+    clients.put("a", first)
+    clients.turn()
+    samples = [one.pack() for one in group(second.item)][:1]
+    clients.say("a", Put(item=second.item, lease=second.lease, samples=samples))
+    clients.put("a", third)
+    assert clients.turn() == [], "the buffer is full"
+    clients.say("l0", Take(version=0, rank=0, world=1))
+    stored = [message for *_, message in clients.turn() if isinstance(message, Stored)]
+    assert [(one.accepted, one.unfit) for one in stored] == [(False, True), (True, False)]
+    assert clients.requests.parked_bytes == 0 and clients.requests.handlers.ledger.view.counts()["waiting"] == 1
+
+
 def test_a_group_that_is_put_off_is_parsed_when_it_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(pending, "PARKED_BYTES", 0)
     clients = Clients(make_requests(groups=2, max_staleness=4, max_bytes=1))
