@@ -16,7 +16,7 @@ GIVEN_UP_FAILED, GIVEN_UP_FLAT, GIVEN_UP_QUARANTINED, GIVEN_UP_ROWS = 1, 2, 3, 4
 """Why a run was given up."""
 EXAMPLES = 3
 REMEMBERED = 1024
-"""Of each server, to recognise repeats."""
+"""Numbers kept for each server, to recognise repeats."""
 T = TypeVar("T")
 BANDS = ("unseen", "unsolved", "between", "solved")
 """No group yet; no sample solved; some; all."""

@@ -85,7 +85,7 @@ class Lengths(NamedTuple):
 
 
 NO_SAMPLES = Lengths(groups=1)
-"""Of a group that was never made, or was discarded."""
+"""The group was never made, or was discarded."""
 
 
 @dataclass(slots=True)
@@ -97,7 +97,7 @@ class ItemState:
     epoch: int
     state: Literal["waiting", "leased", "stored", "batched", "dropped", "quarantined"] = "waiting"
     reason: str = ""
-    """Of a drop, quarantine, or the last failure."""
+    """Why it was dropped, put into quarantine, or failed last."""
     version: int = -1
     """Dispatch version d; -1: never dispatched."""
     server: str = ""

@@ -45,7 +45,7 @@ HEADER, HEAD = struct.Struct(">IIII8sII"), struct.Struct(">II8sII")
 or 0, salt and checksum."""
 FRAME = HEAD.size + PAGE
 ORDERS = {0x377F0682: "<u4", 0x377F0683: ">u4"}
-"""Of the words that are summed."""
+"""Byte order of the words."""
 FORMAT = 3007000
 FRAMES_AT_ONCE = 64
 MASK = 0xFFFFFFFF

@@ -55,7 +55,7 @@ class AwaitedNews(NamedTuple):
 
     kind: str
     version: int = -1
-    """Of an Ask's server, or of a Take."""
+    """The version of an Ask's server, or the batch of a Take."""
     detail: Hashable = None
 
 

@@ -21,7 +21,7 @@ OBSERVER_S = 60
 RECONNECT_GRACE = 0.25
 """Time to come back, as a share of a lease: more than a heartbeat."""
 ANONYMOUS_PREFIX = b"\0"
-"""Of identities that ZeroMQ makes, as for a connection whose client has opened another one."""
+"""First byte of identities that ZeroMQ makes, as for a connection whose client has opened another one."""
 
 
 @dataclass

@@ -11,7 +11,7 @@ MOST_PEERS = {"rollout": MOST_NAMED, "learner": MOST_RANKS, "launcher": MOST_OBS
 MOST_HELLOS = 16
 MOST_PUTS = 4096
 MOST_PENDING = {"Take": 8, "Results": 4, "Where": 64, "Put": MOST_PUTS}
-"""Of one process. The oldest makes room: its client may have given it up."""
+"""Requests of one process. The oldest makes room: its client may have given it up."""
 K = TypeVar("K", bound=Hashable)
 
 

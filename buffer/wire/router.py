@@ -319,7 +319,7 @@ class ConnectionTracker:
 
     def __init__(self) -> None:
         self._over: dict[bytes, int] = {}
-        """Of the last message."""
+        """The descriptor of the last message."""
         self._last: dict[int, bytes] = {}
         self._closed: set[int] = set()
         """Descriptors without a connection."""

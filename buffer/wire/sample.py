@@ -36,7 +36,7 @@ class SampleImage(Message):
     start: Count
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     data: bytes = b""
-    """Of an image that the task made. Images without data are the row's, counted anew in each segment."""
+    """The file of an image that the task made. Images without data are the row's, counted anew in each segment."""
 
 
 class TopTeacher(Message):
@@ -81,7 +81,7 @@ class Sample(Message):
     metrics: dict[str, FiniteFloat] = Field(default_factory=dict)
     images: list[SampleImage] = Field(default_factory=list)
     starts: list[Count] = Field(default_factory=lambda: [0])
-    """Of each segment, whose tokens saw only those before them in the segment."""
+    """Where each segment begins. Its tokens saw only those before them in the segment."""
     turn_rewards: list[FiniteFloat] = Field(default_factory=list)
     """A reward for each turn, whose sum is `reward`; or none."""
     routes: Array | None = None
