@@ -97,7 +97,7 @@ class ItemState:
     epoch: int
     state: Literal["waiting", "leased", "stored", "batched", "dropped", "quarantined"] = "waiting"
     reason: str = ""
-    """Why it was dropped, put into quarantine, or failed last."""
+    """Reason of a drop, quarantine, or the last failure."""
     version: int = -1
     """Dispatch version d; -1: never dispatched."""
     server: str = ""
