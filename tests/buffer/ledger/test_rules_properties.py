@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from buffer.ledger import reasons
 from buffer.ledger.difficulty import Shares
 from buffer.ledger.rules import Ledger
-from buffer.ledger.types import FormedBatch, Lease, SampleStats, Transaction
+from buffer.ledger.types import NO_CHANGES, FormedBatch, Lease, SampleStats, Transaction
 from buffer.store.sqlite import Store
 
 LEASE_S = 10.0
@@ -196,7 +196,7 @@ class Run(RuleBasedStateMachine):
             self.ledger.put(name, it.item, it.lease, (SampleStats(1, 1, 0.5),), self.now)
         else:
             self.ledger.fail(name, it.item, it.lease, "engine died", self.now, True)
-        assert self.ledger.view.counts() == before and not self.ledger.drain()
+        assert self.ledger.view.counts() == before and self.ledger.drain() == NO_CHANGES
 
     @rule(name=names, forgets=st.booleans())
     def heartbeat(self, name: str, forgets: bool) -> None:
