@@ -27,10 +27,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from benchmarks.learner.cases import SHAPES
 from benchmarks.learner.ours import OURS, profile, timed
 from benchmarks.weights.table import ResultRow, progress, write
+from buffer.wire.batches import parts
 from buffer.wire.message import Array
 from buffer.wire.protocol import Part
 from buffer.wire.sample import Sample, sample_stats
-from buffer.wire.split import parts
 from configs.schema import AlgorithmConfig, LearnerConfig, ModelConfig
 from learner.model.memory import choose_gather, gpu_memory
 from learner.model.policy import Policy

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from buffer.wire.batches import BatchCut
 from buffer.wire.message import Array
 from buffer.wire.protocol import Part
 from buffer.wire.sample import Sample, sample_stats
-from buffer.wire.split import BatchCut
 from configs.checks import max_sample_tokens
 from configs.schema import Config
 from learner.model.policy import Policy

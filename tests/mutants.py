@@ -50,7 +50,7 @@ AREAS = {
             "tests/actors/supervise/test_accept.py",
         ),
     ),
-    "split": Area(("buffer/wire/split.py",), ("tests/buffer/wire/test_split.py", "tests/buffer/wire/test_server.py")),
+    "split": Area(("buffer/wire/batches.py",), ("tests/buffer/wire/test_split.py", "tests/buffer/wire/test_server.py")),
     "algorithms": Area(
         ("learner/algorithms/*",),
         ("tests/learner/algorithms", "tests/learner/critic/test_gae.py", "tests/learner/train"),

@@ -19,7 +19,7 @@ from actors.supervise.supervisor import Supervisor
 from actors.watch.run_state import silent
 from actors.watch.state_poll import StatePoll
 from buffer.wire.connection import RefusedError
-from buffer.wire.protocol import Kept, Scale, State
+from buffer.wire.protocol import Ack, Kept, Scale, State
 from configs.schema import Config, ServerRange
 
 MOST_SERVERS = 4096
@@ -59,10 +59,10 @@ class Fleet:
             self.room = await patience.ask(ask_room, self.room)
             wish = self.adapt(state, time.monotonic()) or wish
             if state.kept != (kept := self.kept()):
-                await connection.request(kept)
+                await connection.expect(kept, Ack)
             if wish:
                 with suppress(RefusedError):  # the buffer has just started: the next time
-                    await connection.request(Scale(servers=wish.servers, by="rule", why=wish.why))
+                    await connection.expect(Scale(servers=wish.servers, by="rule", why=wish.why), Ack)
                     wish = None
 
     def adapt(self, state: State, now: float) -> Wish | None:

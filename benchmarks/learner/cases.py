@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 
 from benchmarks.weights.shapes import EXPERTS, text_config
+from buffer.wire.batches import parts
 from buffer.wire.message import Array
 from buffer.wire.protocol import Part
 from buffer.wire.sample import Sample, sample_stats
-from buffer.wire.split import parts
 
 LONGEST, MEDIAN, SIGMA, PROMPT = 8192, 1000, 0.8, 200
 COMMON = {"model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "max_position_embeddings": 32768,

@@ -1,8 +1,9 @@
 """What the ledger counts: over the whole run, lately, and by row of the data set."""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from operator import attrgetter
 from typing import NamedTuple, TypeVar
 
 from buffer.ledger.types import FailureKind, Lengths, RowValues
@@ -10,25 +11,24 @@ from buffer.ledger.types import FailureKind, Lengths, RowValues
 MANY_REASONS = 64
 LONG_REASON = 200
 OTHER = "other reasons"
+NONE = Lengths()
 GIVEN_UP_FAILED, GIVEN_UP_FLAT, GIVEN_UP_QUARANTINED, GIVEN_UP_ROWS = 1, 2, 3, 4
-"""Why a run was given up: attempts fail; groups lack variance; none can be trained; all rows are left out."""
+"""Why a run was given up."""
 EXAMPLES = 3
 REMEMBERED = 1024
-"""Requests and leases kept of each server, to recognise repeated messages."""
+"""Numbers kept for each server, to recognise repeats."""
 T = TypeVar("T")
 BANDS = ("unseen", "unsolved", "between", "solved")
 """No group yet; no sample solved; some; all."""
 OWN_FAILURES = ("reward", "task", "prompt")
-"""Kinds of failures that may come from the row."""
 
 
 class Totals:
-    """Totals by (what, which). `what` is one of
+    """Totals by (what, which).
 
-    - `generated`: all accepted groups; `retried`: those that were not made at the first attempt;
-    - `trained`: groups of trained batches; `age`, by age: groups of formed batches;
-    - `dropped`, by reason; `discarded`, by reason: groups whose problem is tried again;
-    - `quarantined`: groups that are kept and never trained; `failed`, by `KIND: REASON`: attempts.
+    `retried`: groups that were not made at the first attempt; `age`: groups of formed batches by age; `discarded`:
+    groups whose problem is tried again; `quarantined`: groups that are kept and never trained; `failed`: attempts by
+    `KIND: REASON`.
     """
 
     def __init__(self) -> None:
@@ -36,13 +36,20 @@ class Totals:
         self.changed: set[tuple[str, str]] = set()
 
     def add(self, what: str, lengths: Lengths, which: str = "", times: int = 1) -> str:
-        """Count `times` groups; returns the `which` they were counted under. Users' reasons are cut to one line, and
-        bounded in number."""
+        """Count `times` groups; returns the `which` they were counted under: users' reasons are cut, and bounded in
+        number."""
         known = self.known[what]
         if what in ("dropped", "discarded", "failed"):
             which = (which.strip().splitlines() or ["no reason given"])[0][:LONG_REASON]
             which = which if which in known or len(known) < MANY_REASONS else OTHER
-        known[which] = known.get(which, Lengths()).plus(lengths, times)
+        now = known.get(which, NONE)
+        known[which] = Lengths(
+            now.groups + times * lengths.groups,
+            now.samples + times * lengths.samples,
+            now.tokens + times * lengths.tokens,
+            now.sampled + times * lengths.sampled,
+            now.truncated + times * lengths.truncated,
+        )
         self.changed.add((what, which))
         return which
 
@@ -62,15 +69,13 @@ class Totals:
 
 
 class Trend:
-    """Counts of successes and failures, since the last success or the last batch."""
-
     def __init__(self) -> None:
         self.failures_in_row = 0
         """Failures of the infrastructure do not count."""
         self.flat_in_row = 0
-        """Groups without variance since one had variance or the learner was started."""
+        """Groups without variance in a row."""
         self.quarantined_in_row = 0
-        """Groups since a batch was trained or the learner was started."""
+        """Groups since a batch was trained."""
         self.given_up = 0
         self.is_announced = False
         self.last_quarantined = ""
@@ -79,7 +84,7 @@ class Trend:
         self.recent_failures: Counter[str] = Counter()
         self.recent_groups = Counter[str]()
         self.flat_groups = self.new_groups = 0
-        """Groups made between the last two batches: those with equal rewards, and all."""
+        """Groups with equal rewards, and all groups, between the last two batches."""
         self._flat = self._made = 0
 
     def note_failure(self, row: int, kind: FailureKind, failure: str, counted_as: str) -> None:
@@ -105,7 +110,6 @@ class Trend:
         self.flat_groups, self.new_groups, self._flat, self._made = self._flat, self._made, 0, 0
 
     def begin_anew(self) -> None:
-        """Whoever started the learner has mended what failed."""
         self.failures_in_row = self.flat_in_row = self.quarantined_in_row = self.given_up = 0
         self.is_announced = False
 
@@ -122,13 +126,11 @@ class Marks(NamedTuple):
 
     solved_at: float = 1.0
     streak: int = 2
-    """After so many equal groups in a row, older groups do not count."""
+    """Equal groups in a row after which older ones do not count."""
 
 
 @dataclass(slots=True)
 class RowRecord:
-    """One row of the data set."""
-
     row: int
     drawn: int = 0
     groups: int = 0
@@ -142,10 +144,8 @@ class RowRecord:
     failed: int = 0
     hopeless: int = 0
     reason: str = ""
-
-    def row_values(self) -> RowValues:
-        counts = (self.row, self.drawn, self.groups, self.samples, self.solved, self.streak)
-        return (*counts, self.last_item, self.last_version, self.failed, self.hopeless, self.reason)
+    counted: str = "unseen"
+    """The band, or `left_out`, in which `Rows.bands` counts it; not stored."""
 
     def band(self, streak: int) -> str:
         if not self.groups:
@@ -158,8 +158,11 @@ class RowRecord:
         return not self.groups and bool(self.hopeless or self.failed >= attempts)
 
 
+row_values: Callable[[RowRecord], RowValues] = attrgetter(*[one.name for one in fields(RowRecord)][:-1])
+
+
 class Rows:
-    """The records of all rows that were drawn. `attempts` failures without a group leave a row out."""
+    """`attempts` failures without a group leave a row out."""
 
     def __init__(self, problems: int = 0, marks: Marks | None = None, attempts: int = 3) -> None:
         self.problems, self.marks, self.attempts = problems, marks or Marks(), attempts
@@ -167,50 +170,45 @@ class Rows:
         self.left_out: dict[int, str] = {}
         """`KIND: REASON` by row."""
         self.news: list[int] = []
-        """Rows left out since the list was last cleared."""
+        """Rows left out that the log has not named yet."""
         self.moved: set[int] = set()
-        """Rows of items that changed since the order last looked."""
-        self._bands: Counter[str] = Counter()
+        """Rows whose items changed since the order last looked."""
+        self.bands = dict.fromkeys((*BANDS, "left_out"), 0) | {"unseen": problems}
+        """Rows in each; a row that was never drawn is unseen."""
         self.changed: set[int] = set()
 
     @property
     def all_left_out(self) -> bool:
         return 0 < self.problems <= len(self.left_out)
 
-    def bands(self) -> dict[str, int]:
-        known = {band: self._bands[band] for band in BANDS}
-        return known | {"unseen": self.problems - len(self.records) + self._bands["unseen"]}
-
     def note_drawn(self, row: int, item: int, version: int) -> None:
-        record = self._edited(row)
+        record = self.records.setdefault(row, RowRecord(row))
         record.drawn, record.last_item, record.last_version = record.drawn + 1, item, version
-        self._count(record, 1)
+        self._note_change(record)
 
     def note_group(self, row: int, rewards: Sequence[float]) -> None:
         """Count a group. A row that was left out is drawn again."""
-        if self.left_out.pop(row, None) is not None:
-            self._count(self.records[row], 1)
+        self.left_out.pop(row, None)
         solved = sum([reward >= self.marks.solved_at for reward in rewards])
-        record = self._edited(row)
+        record = self.records.setdefault(row, RowRecord(row))
         record.groups, record.samples = record.groups + 1, record.samples + len(rewards)
         record.solved += solved
         sign = 1 if solved == len(rewards) else -1 if not solved else 0
         record.streak = record.streak + sign if sign * record.streak > 0 else sign
-        self._count(record, 1)
+        self._note_change(record)
 
     def note_failure(self, row: int, kind: FailureKind, failure: str, permanent: bool) -> bool:
         if kind not in OWN_FAILURES:
             return False
-        record = self._edited(row)
+        record = self.records.setdefault(row, RowRecord(row))
         record.failed, record.reason = record.failed + 1, failure
         record.hopeless |= permanent
-        self._count(record, 1)
         if record.is_left_out(self.attempts) and row not in self.left_out:
             self.news.append(row)
-            self._count(record, -1)
             self.left_out[row] = failure
         elif row in self.left_out:
             self.left_out[row] = failure
+        self._note_change(record)
         return row in self.left_out
 
     def draw_again(self) -> None:
@@ -218,29 +216,21 @@ class Rows:
         for row in back:
             record = self.records[row]
             record.failed, record.hopeless = 0, 0
-            self.changed.add(row)
-            self._count(record, 1)
+            self._note_change(record)
         self.moved.update(back)
 
     def restore(self, saved: Iterable[RowValues]) -> None:
-        """Continue from the store. Rows with fewer failures than `attempts` are drawn again."""
+        """Rows with fewer failures than `attempts` are drawn again."""
         for values in saved:
             record = RowRecord(*values)  # type: ignore[arg-type]
             self.records[record.row] = record
             if record.is_left_out(self.attempts):
                 self.left_out[record.row] = record.reason
-            else:
-                self._count(record, 1)
+            self._note_change(record)
+        self.changed.clear()
 
-    def _edited(self, row: int) -> RowRecord:
-        """A record that is about to change is in no band until it is counted again."""
-        if (record := self.records.get(row)) is None:
-            record = self.records[row] = RowRecord(row)
-        else:
-            self._count(record, -1)
-        self.changed.add(row)
-        return record
-
-    def _count(self, record: RowRecord, times: int) -> None:
-        if record.row not in self.left_out:
-            self._bands[record.band(self.marks.streak)] += times
+    def _note_change(self, record: RowRecord) -> None:
+        self.changed.add(record.row)
+        self.bands[record.counted] -= 1
+        record.counted = "left_out" if record.row in self.left_out else record.band(self.marks.streak)
+        self.bands[record.counted] += 1

@@ -1,8 +1,7 @@
-"""Draws problems by how hard they are: each band of solved share gets its share of the draws (`data.difficulty`).
+"""Draws problems by how hard they are: each band of solved share gets its share of the draws (docs/difficulty.md).
 
-Source and band take turns by weight; the turns of an empty band go to the others. A band gives the row that was drawn
-longest ago. A row is not drawn while its item is open or waiting, nor while it rests. If no row is ready, the one whose
-rest ends first comes, then the one that was drawn longest ago. A buffer that is started again draws the same rows.
+A row is not drawn while its item is open or waiting, nor while it rests. If no row is ready, the one whose rest ends
+first comes, then the one that was drawn longest ago. A buffer that is started again draws the same rows.
 """
 
 import heapq
@@ -18,7 +17,7 @@ from buffer.ledger.counts import BANDS
 from buffer.ledger.state import LedgerState
 
 PARTS = 10**6
-"""Weights are counted in millionths, so that turns are whole numbers."""
+"""Turns are whole numbers, of millionths."""
 RESTING = ("resting", "retired")
 OPEN_OR_WAITING = ("waiting", "leased", "stored")
 
@@ -32,8 +31,6 @@ class Shares(NamedTuple):
 
 
 class RowPlace(NamedTuple):
-    """Where a row stands."""
-
     kind: str
     """A band, if the row may be drawn; or `busy`, `resting`, `retired`."""
     last_item: int
@@ -41,8 +38,8 @@ class RowPlace(NamedTuple):
 
 
 class Turns:
-    """Smooth weighted round robin: each turn adds its weight to every name that is ready; the largest sum comes, and
-    pays the weights of all of them."""
+    """Smooth weighted round robin: each turn adds its weight to every ready name; the largest sum comes, and pays all
+    weights."""
 
     def __init__(self, weights: Mapping[str, float]) -> None:
         total = sum(weights.values())
@@ -59,8 +56,6 @@ class Turns:
 
 @dataclass
 class SourceRows:
-    """The rows of one source."""
-
     fresh: Sequence[int]
     turns: Turns
     begun: int = 0
@@ -95,7 +90,7 @@ class DifficultyOrder:
         self._busy: set[int] = set()
         self._retired = 0
         self._version = -1
-        """The next batch when the index was made; -1: it has to be made."""
+        """The next batch when the index was made; -1: not made."""
 
     def draw(self, state: LedgerState) -> int | None:
         if self._is_over(state):
@@ -127,11 +122,9 @@ class DifficultyOrder:
         return rows
 
     def skip(self, state: LedgerState) -> None:
-        """Does nothing: rows have no places in an epoch."""
-
-    def draw_ahead(self) -> None:
         """Does nothing."""
 
+    @property
     def counters(self) -> dict[str, int]:
         found = {f"turns/{name}": number for name, number in self._turns.sums.items()}
         for part, source in enumerate(self._sources):

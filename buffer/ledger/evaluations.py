@@ -1,8 +1,7 @@
 """Who evaluates which version, and what came of it.
 
-Evaluations are due at version 0, every `every` versions, and at the last one. At most one runs: a server claims it,
-and holds newer versions back. If it dies, another one claims it with its own version. An evaluation that is late for
-the next one is left out.
+At most one evaluation runs: a server claims it, and holds newer versions back. If it dies, another one claims it with
+its own version. A late evaluation is left out.
 """
 
 from collections.abc import Collection
@@ -12,15 +11,12 @@ from typing import Literal, NamedTuple
 from buffer.ledger.types import EvaluationRow, server_name
 
 ATTEMPTS = 5
-"""Claims after which an evaluation is given up."""
 Standing = Literal["none", "due", "over"]
-"""What a heartbeat is answered: nothing; an evaluation is due; the server's own is over."""
+"""Answer to a heartbeat. `over`: the evaluation that the server makes is no longer its own."""
 
 
 @dataclass
 class EvaluationState:
-    """The evaluation due at version `due`."""
-
     due: int
     state: Literal["running", "lost", "done", "failed"]
     version: int
@@ -44,7 +40,7 @@ class Reach(NamedTuple):
 
 @dataclass
 class Evaluations:
-    """All evaluations. A claim ends `lease_s` after its server last reported work on it."""
+    """A claim ends `lease_s` after its server last reported work on it."""
 
     every: int | None
     lease_s: float
@@ -54,7 +50,7 @@ class Evaluations:
     """Moves when a request for results may have an answer."""
 
     def claim(self, server: str, version: int, reach: Reach, now: float) -> int | None:
-        """The evaluation of the loaded `version`, by when it was due. A repeated claim gets the same answer."""
+        """Claim the evaluation of the loaded `version`; returns when it was due, also when repeated."""
         due = self._open(server, version, reach, now)
         if due is None:
             return None
@@ -91,8 +87,8 @@ class Evaluations:
             self._lose(running)
 
     def finish(self, server: str, due: int, version: int, results: str, samples: str, reach: Reach) -> str | None:
-        """Take up the results; returns None, also when repeated, or why not. Results of a server that was taken for
-        dead count too."""
+        """Take up the results, also of a server that was taken for dead; returns None, also when repeated, or why
+        not."""
         known = self.known.get(due)
         if known is None:
             return f"evaluation {due} was never claimed here"

@@ -3,14 +3,18 @@
 import math
 from collections.abc import Mapping, Sequence
 from itertools import islice
+from types import MappingProxyType
 from typing import Protocol
 
 from buffer.ledger import schedule
 from buffer.ledger.state import LedgerState
 
+DRAWS_PER_STEP = schedule.STEP // 256
+"""Draws for each step towards the next epoch's order, which is there long before it is needed."""
+
 
 class Order(Protocol):
-    """Draws rows as a function of what is committed, so that a restart draws the same rows."""
+    """Draws rows as a function of what is committed: a restart draws the same rows."""
 
     def draw(self, state: LedgerState) -> int | None:
         """The row of item `state.next_item`; None: no row may be drawn any more."""
@@ -19,13 +23,11 @@ class Order(Protocol):
         """The next `number` rows, as far as they are known."""
 
     def skip(self, state: LedgerState) -> None:
-        """Move `state.next_item` past the places of rows that are left out."""
+        """Move `state.next_item` past rows that are left out."""
 
-    def draw_ahead(self) -> None:
-        """Do a little of the work of later draws."""
-
-    def counters(self) -> dict[str, int]:
-        """What must be written down to go on with the same draws."""
+    @property
+    def counters(self) -> Mapping[str, int]:
+        """What the store keeps of the draws."""
 
     def restore(self, scalars: Mapping[str, int]) -> None:
         """Continue with saved `counters`."""
@@ -35,7 +37,9 @@ class Order(Protocol):
 
 
 class EpochOrder:
-    """Item s is problem `s % problems` of epoch `s // problems`. No item gets the number of a row that is left out."""
+    """Item s is problem `s % problems` of epoch `s // problems`; rows that are left out have no items."""
+
+    counters: Mapping[str, int] = MappingProxyType({})
 
     def __init__(
         self, problems: int, seed: int, shuffle: bool, epochs: int | None, shares: Sequence[tuple[int, float]]
@@ -49,7 +53,12 @@ class EpochOrder:
         self.skip(state)
         state.rows.moved.clear()
         epoch, place = divmod(state.next_item, self._problems)
-        return None if epoch >= self._epochs or state.rows.all_left_out else self.rows(epoch)[place]
+        if epoch >= self._epochs:
+            return None
+        row = self.rows(epoch)[place]
+        if self._following and place % DRAWS_PER_STEP == 0:
+            self._following[1].step()
+        return None if row in state.rows.left_out else row  # `skip` stays where all rows are left out
 
     def upcoming(self, state: LedgerState, number: int) -> Sequence[int]:
         epoch, place = divmod(state.next_item, self._problems)
@@ -61,20 +70,11 @@ class EpochOrder:
         return list(islice((rows[at] for at in range(place, self._problems) if rows[at] not in out), number))
 
     def skip(self, state: LedgerState) -> None:
-        if state.rows.all_left_out:
-            return
-        while state.rows.left_out:
+        while state.rows.left_out and not state.rows.all_left_out:
             epoch, place = divmod(state.next_item, self._problems)
             if epoch >= self._epochs or self.rows(epoch)[place] not in state.rows.left_out:
                 return
             state.next_item += 1
-
-    def draw_ahead(self) -> None:
-        if self._following and self._following[1].drawn is None:
-            self._following[1].step()
-
-    def counters(self) -> dict[str, int]:
-        return {}
 
     def restore(self, scalars: Mapping[str, int]) -> None:
         """Does nothing: the order follows from the seed."""

@@ -21,7 +21,7 @@ MOST_COUNTS = 5
 
 
 def for_batch(ledger: Ledger) -> str:
-    """Why batch v' is not ready, who holds what it waits for, and what failed meanwhile."""
+    """Why batch v' is not ready."""
     if why := ended(ledger):
         return why.splitlines()[0]
     if ledger.view.ready():
@@ -30,7 +30,7 @@ def for_batch(ledger: Ledger) -> str:
 
 
 def for_work(ledger: Ledger, server: str) -> str:
-    """Why nothing can be dispatched to `server`, and what failed meanwhile."""
+    """Why nothing can be dispatched to `server`."""
     if why := ended(ledger):
         return why.splitlines()[0]
     known = ledger.state.servers.get(server)
@@ -38,7 +38,7 @@ def for_work(ledger: Ledger, server: str) -> str:
 
 
 def evaluation(ledger: Ledger) -> str:
-    """Who evaluates what, nothing while nobody does."""
+    """Who evaluates what; "" while nobody does."""
     running = ledger.evaluations.running()
     if running is None:
         return ""
@@ -47,7 +47,7 @@ def evaluation(ledger: Ledger) -> str:
 
 
 def for_results(ledger: Ledger) -> str:
-    """Why the learner, which has trained the last version, gets no result."""
+    """Why the learner gets no result after the last version."""
     return (
         evaluation(ledger)
         or f"no rollout server has loaded version {ledger.state.version} yet, which is to be evaluated"
@@ -95,13 +95,13 @@ def ended(ledger: Ledger) -> str:
 
 
 def left_out(ledger: Ledger) -> list[str]:
-    """Rows that are not drawn any more, and why; of many the first."""
+    """The first rows that are left out, and why."""
     rows = sorted(ledger.view.left_out().items())
     return [f"{ledger.place(row)}: {reason}" for row, reason in rows[:MOST_LEFT_OUT]]
 
 
 def newly_left_out(ledger: Ledger) -> str:
-    """One line about the rows that were left out since the last call; "" if there are none."""
+    """One line about rows newly left out; "" if there are none."""
     news = ledger.state.rows.news
     if not news:
         return ""
@@ -126,14 +126,14 @@ def _dropped(ledger: Ledger) -> str:
 
 def _missing(ledger: Ledger) -> str:
     pool, version, groups = ledger.state.pool, ledger.state.version, ledger.terms.groups
-    if pool.num_stored >= groups:
+    if len(pool.stored) >= groups:
         late = ", ".join(
             f"item {item.number} (version {item.version}) at {server_name(item.server)}" for item in _stragglers(ledger)
         )
         return f"batch {version} has its {groups} groups, but without waiting for {late} those would get too old"
-    have = f"batch {version} has {pool.num_stored} of {groups} groups"
-    if pool.num_open > pool.num_stored:
-        return f"{have}; {pool.num_open - pool.num_stored} are open at {_holders(ledger)}"
+    have = f"batch {version} has {len(pool.stored)} of {groups} groups"
+    if pool.num_open > len(pool.stored):
+        return f"{have}; {pool.num_open - len(pool.stored)} are open at {_holders(ledger)}"
     if not ledger.state.servers:
         return f"{have}; no rollout server asks for work"
     newest = max(server.version for server in ledger.state.servers.values())
@@ -148,7 +148,7 @@ def _closed(ledger: Ledger, version: int, server: str = "") -> str:
     if ledger.view.room(version):
         if elsewhere := pool.num_elsewhere(server):
             return f"{elsewhere} items failed here and go to another server, if one asks within {terms.lease_s:g} s"
-        if state.next_item and ledger.view.used_up():
+        if state.next_item and ledger.view.all_dispatched() and not pool.num_waiting:
             return "all problems are dispatched (data.epochs)"
         return f"a server at version {version} may have {ledger.view.room(version)} groups"
     if terms.versions is not None and pool.num_open >= (terms.versions - state.version) * terms.groups:

@@ -1,7 +1,7 @@
-"""The ledger: which problem is dispatched, stored, batched, trained or dropped, and what may happen next.
+"""The ledger: which problem is dispatched, stored, batched, trained or dropped.
 
-Pure Python without sockets, threads or clock (callers pass `now` in seconds). `buffer/wire/handlers.py` commits each
-change (`drain`) before it answers.
+Pure Python without sockets, threads or clock: callers pass `now` in seconds, and commit each change (`drain`) before
+they answer.
 """
 
 import math
@@ -11,14 +11,13 @@ from operator import attrgetter
 from typing import Any
 
 from buffer.ledger import state
-from buffer.ledger.counts import GIVEN_UP_FAILED, GIVEN_UP_FLAT, GIVEN_UP_ROWS, Marks, Rows
+from buffer.ledger.counts import GIVEN_UP_FAILED, GIVEN_UP_FLAT, GIVEN_UP_ROWS, Marks, Rows, remember, row_values
 from buffer.ledger.difficulty import DifficultyOrder, Shares
 from buffer.ledger.evaluations import Evaluations
 from buffer.ledger.order import EpochOrder, Order
-from buffer.ledger.pool import feasible, keepable
 from buffer.ledger.scaling import WantedServers
 from buffer.ledger.state import LedgerState, ServerRecord
-from buffer.ledger.training import Batches, Suspicion
+from buffer.ledger.training import Batches, LedgerView, Suspicion, feasible, keepable
 from buffer.ledger.types import (
     OPEN,
     Changes,
@@ -29,13 +28,13 @@ from buffer.ledger.types import (
     SampleStats,
     Saved,
     Terms,
+    item_values,
     server_name,
 )
-from buffer.ledger.view import LedgerView
 
 ZERO_VARIANCE = "zero variance"
 FIXED = ("problems", "seed", "shuffle")
-"""Terms that must not change while a run goes on."""
+"""Must not change while a run goes on."""
 COUNTERS: Mapping[str, str] = {
     **{name: f"terms.{name}" for name in FIXED},
     **{name: f"state.{name}" for name in ("version", "last_trained", "oldest", "ceiling", "next_item", "next_lease")},
@@ -44,13 +43,10 @@ COUNTERS: Mapping[str, str] = {
     **{f"suspicion_{one.name}": f"batches.suspicion.{one.name}" for one in fields(Suspicion)},
     **{one.name: f"wanted.{one.name}" for one in fields(WantedServers)},
 }
-"""Where the ledger has each counter that the store keeps."""
 counters_of = attrgetter(*COUNTERS.values())
 
 
 class Attempts:
-    """Begins and ends attempts at items."""
-
     def __init__(self, terms: Terms, state: LedgerState, order: Order, view: LedgerView) -> None:
         self._terms, self._state, self._order, self._view = terms, state, order, view
 
@@ -69,11 +65,12 @@ class Attempts:
         return now < server.heard + self._terms.lease_s
 
     def store(self, item: ItemState, samples: Sequence[SampleStats], now: float) -> bool:
-        """Store the group of a leased item. False: the attempt has failed."""
+        """False: the attempt has failed."""
         state, d = self._state, item.version
         newest = max([sample.newest for sample in samples if sample.newest is not None], default=0)
         oldest = min([sample.oldest for sample in samples if sample.oldest is not None], default=d)
-        least, most = state.undone.least(d), max(state.ceiling, state.undone.reached)
+        undone, most = state.undone, max(state.ceiling, state.undone.reached)
+        least = undone.restored if undone.restored < d <= undone.reached else d
         if newest > most or oldest < least:  # only a rewind leads back
             above = f"sampled under version {newest}, and no policy above version {most} exists"
             below = f"sampled under version {oldest}, and its server had version {least} or a later one"
@@ -113,7 +110,7 @@ class Attempts:
             self.end(self._state.items[number], reason, now)
 
     def take_back_too_old(self, but: int = -1) -> None:
-        """Take back the open items, except `but`, that can no longer be trained within the bound."""
+        """Take back the open items that can no longer be trained within the bound."""
         state, most = self._state, self._terms.max_staleness
         opened = (item for item in state.items.values() if item.state in OPEN and item.number != but)
         items = sorted(opened, key=lambda item: (item.version, item.number))
@@ -136,7 +133,7 @@ class Attempts:
 class Ledger:
     """The ledger, whose rules are in docs/design/ledger.md.
 
-    `shares` has rows and weight of each source. `place` names a row for people. `recall` reads closed items from the
+    `shares` has rows and weight of each source, `place` names a row for people, `recall` reads closed items from the
     store.
     """
 
@@ -163,39 +160,38 @@ class Ledger:
         self.order: Order = DifficultyOrder(*drawing, difficulty) if difficulty else EpochOrder(*drawing)
         self.evaluations = Evaluations(eval_every, self.terms.lease_s)
         self.wanted = WantedServers()
+        self._expired = -1, -1
+        """`revision` and `next_lease` when `expire` looked last."""
+        self._next_end: float | None = None
+        self._counted: tuple[tuple[Any, ...], Mapping[str, int]] = (), {}
         self.view = LedgerView(self.terms, self.state, self.order)
         self._attempts = Attempts(self.terms, self.state, self.order, self.view)
         self.batches = Batches(self.terms, self.state, self.view, self._attempts.take_back_too_old, self.find)
 
-    @property
-    def revision(self) -> int:
-        """Moves when something changed that a parked Ask or Take may wait for."""
-        return self.state.revision + self.evaluations.revision
-
     def ask(self, server: str, version: int, room: int, now: float, request: int = 0) -> list[Lease]:
-        """Dispatch up to `room` items. If none is returned, call again when `revision` has moved.
+        """Dispatch up to `room` items. If none is returned, call again when `state.revision` has moved.
 
-        A repeated `request` gets what is left of its leases, never more; request 0 is always new. The dispatch version
-        is what the server last sent, at most what the learner can have reached.
+        A repeated `request` gets what is left of its leases, never more; request 0 is always new.
         """
         record = self.state.servers.setdefault(server, ServerRecord(heard=now))
+        work = list[ItemState]()
         if request in record.answered:
             held = (self.state.items[item] for item in record.leases.values())
-            return [item.as_lease() for item in held if item.request == request]
-        record.record_ask(request, version, now)
-        if not self._attempts.is_alive(record, now):
-            return []
-        dispatched = min(record.version, self.state.ceiling)
-        work: list[Lease] = []
-        for _ in range(min(room, self.view.room(dispatched, server))):
-            item = self._attempts.next_item(server)
-            if item is None:
-                break
-            self.state.dispatch(item, server, dispatched, now, request)
-            work.append(item.as_lease())
-        if work:
-            record.record_answer(request)
-        return work
+            work += [item for item in held if item.request == request]
+        else:
+            if not request or record.asked.get(request) != version:  # a repeated Ask is no news: heartbeats know better
+                record.version, record.heard = version, now
+                if request:
+                    remember(record.asked, request, version)
+            dispatched = min(record.version, self.state.ceiling)
+            free = self.view.room(dispatched, server) if now < record.heard + self.terms.lease_s else 0
+            while len(work) < min(room, free) and (item := self._attempts.next_item(server)):
+                self.state.dispatch(item, server, dispatched, now, request)
+                work.append(item)
+            if work and request:
+                record.asked.pop(request, None)
+                remember(record.answered, request, None)
+        return [Lease(item.number, item.lease, item.row, item.epoch, item.version) for item in work]
 
     def upcoming(self, number: int) -> Sequence[int]:
         return self.order.upcoming(self.state, number)
@@ -203,8 +199,7 @@ class Ledger:
     def put(self, server: str, number: int, lease: int, samples: Sequence[SampleStats], now: float) -> str | None:
         """Store a finished group; returns None, also when repeated, or why its lease is over.
 
-        A server may have gone back to an older policy: then the group is dated by its oldest token, or dispatched
-        again.
+        If its server went back to an older policy, the group is dated by its oldest token, or dispatched again.
         """
         if not samples:
             raise LedgerError(f"item {number}: a group without samples; report what went wrong with Fail instead")
@@ -276,32 +271,40 @@ class Ledger:
 
     def expire(self, now: float) -> float | None:
         """End the leases of silent servers, and waits. Returns when to call again."""
-        pool, lease_s = self.state.pool, self.terms.lease_s
+        state, pool, lease_s = self.state, self.state.pool, self.terms.lease_s
+        # Heartbeats only put off when the next lease ends; everything else moves one of two numbers.
+        if self._expired == (state.revision, state.next_lease) and (self._next_end is None or now < self._next_end):
+            return self._next_end
         if pool.next_wait_end is not None and now >= pool.next_wait_end:
             pool.end_waits(now)
-            self.state.revision += 1
-        holders = [server for server in self.state.servers.values() if server.leases]
+            state.revision += 1
+        holders = [server for server in state.servers.values() if server.leases]
         for holder in holders:
-            if not self._attempts.is_alive(holder, now):
+            if now >= holder.heard + lease_s:
                 self._attempts.end_all(holder, f"its server was not heard of for {lease_s:g} s", now)
         ends = [holder.heard + lease_s for holder in holders if holder.leases]
-        wait_end = pool.next_wait_end
-        return min([*ends, *([] if wait_end is None else [wait_end])], default=None)
+        if pool.next_wait_end is not None:
+            ends.append(pool.next_wait_end)
+        self._expired, self._next_end = (state.revision, state.next_lease), min(ends, default=None)
+        return self._next_end
 
     def find(self, number: int) -> ItemState | None:
-        """An item, also one that has left memory."""
+        """Also an item that has left memory."""
         return self.state.items.get(number) or self.state.journal.closed(number) or self._recall(number)
 
     def drain(self) -> Changes:
         """What changed since the last call. The caller must write it."""
         state, journal, changes = self.state, self.state.journal, self.state.journal.changes
-        changes.items |= {number: state.items[number].row_values() for number in journal.touched}
+        changes.items |= {number: item_values(state.items[number]) for number in journal.touched}
         changes.totals = {(what, which): state.totals.known[what][which] for what, which in state.totals.changed}
-        changes.rows = {row: state.rows.records[row].row_values() for row in state.rows.changed}
+        changes.rows = {row: row_values(state.rows.records[row]) for row in state.rows.changed}
         changes.evaluations, self.evaluations.changed = self.evaluations.changed, {}
-        counters = dict(zip(COUNTERS, map(int, counters_of(self)), strict=True)) | self.order.counters()
-        changes.scalars = {name: value for name, value in counters.items() if journal.counters.get(name) != value}
-        journal.changes, journal.counters = Changes(), counters
+        counted = counters_of(self), self.order.counters
+        if counted != self._counted:
+            counters = {**dict(zip(COUNTERS, map(int, counted[0]), strict=True)), **counted[1]}
+            changes.scalars = {name: value for name, value in counters.items() if journal.counters.get(name) != value}
+            journal.counters, self._counted = counters, counted
+        journal.changes = Changes()
         for noted in journal.touched, state.totals.changed, state.rows.changed:
             noted.clear()
         return changes

@@ -1,14 +1,11 @@
-"""How many rollout servers are wanted: a person's number, until it is taken back, or the rule's.
-
-The store keeps it with the ledger's counters, because it outlives the launcher.
-"""
+"""How many rollout servers are wanted: a person's number, until it is taken back, or the rule's."""
 
 from dataclasses import dataclass
 
 
 @dataclass
 class WantedServers:
-    """`wanted_servers` is 0 before anybody named a number."""
+    """0: nobody named a number."""
 
     wanted_servers: int = 0
     wanted_by_person: int = 0

@@ -8,7 +8,7 @@ from itertools import accumulate
 from math import floor
 
 STEP = 4096
-"""Rows drawn at a time, in about a millisecond."""
+"""About a millisecond's work."""
 Steps = Generator[None, None, "array[int]"]
 
 
@@ -33,7 +33,7 @@ class Drawing:
 
 
 def order(problems: int, seed: int | str, epoch: int, shuffle: bool) -> "array[int]":
-    """Rows of one epoch: a permutation drawn from (seed, epoch)."""
+    """A permutation drawn from (seed, epoch)."""
     return Drawing(ordering(problems, seed, epoch, shuffle)).rows()
 
 
@@ -51,7 +51,6 @@ def ordering(problems: int, seed: int | str, epoch: int, shuffle: bool) -> Steps
 
 
 def mixed(parts: Sequence[tuple[int, float]], seed: int, epoch: int, shuffle: bool) -> "array[int]":
-    """Rows of one epoch of several sources in the order of their dispatch."""
     return Drawing(mixing(parts, seed, epoch, shuffle)).rows()
 
 
@@ -82,7 +81,6 @@ def mixing(parts: Sequence[tuple[int, float]], seed: int, epoch: int, shuffle: b
 
 
 def drawn_before(problems: int, weights: Sequence[float]) -> list[int]:
-    """How many of the first `problems` problems are of each source."""
     sure = max(0.0, problems - len(weights) / 2 - 1) / sum(weights)  # no more than `problems` have come by then
     drawn = [max(0, floor(weight * sure - 0.5)) for weight in weights]
     heap = [((number + 0.5) / weight, part) for part, (number, weight) in enumerate(zip(drawn, weights, strict=True))]

@@ -1,14 +1,27 @@
-"""The ledger's state: every item, lease, batch and server, and the steps between the states of an item.
+"""The ledger's state, and the steps between the states of an item; `rules.py` decides which step comes."""
 
-Each step keeps the counts right and notes what it changed. `rules.py` decides which step comes.
-"""
-
-from collections.abc import Mapping, Sequence
+import heapq
+from collections import Counter, deque
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from buffer.ledger.counts import GIVEN_UP_FAILED, GIVEN_UP_ROWS, LONG_REASON, Rows, Totals, Trend, remember
-from buffer.ledger.pool import Pool
-from buffer.ledger.types import CLOSED, Changes, FailureKind, FormedBatch, ItemState, Lengths, SampleStats, Saved
+from buffer.ledger.types import (
+    CLOSED,
+    NO_SAMPLES,
+    OPEN,
+    Changes,
+    FailureKind,
+    FormedBatch,
+    ItemState,
+    Lengths,
+    SampleStats,
+    Saved,
+    item_values,
+    server_name,
+)
+
+NOBODY = ""
 
 
 @dataclass
@@ -19,29 +32,13 @@ class ServerRecord:
     version: int = 0
     leases: dict[int, int] = field(default_factory=dict)
     asked: dict[int, int] = field(default_factory=dict)
-    """The version of each Ask that is not yet answered, by request number."""
+    """Version of each unanswered Ask, by request number."""
     answered: dict[int, None] = field(default_factory=dict)
-    """Requests that got work, latest last."""
     done: dict[int, None] = field(default_factory=dict)
-    """Leases that ended with an accepted group, latest last."""
-
-    def record_ask(self, request: int, version: int, now: float) -> None:
-        """A repeated Ask is no news: later heartbeats know better."""
-        if request and self.asked.get(request) == version:
-            return
-        if request:
-            remember(self.asked, request, version)
-        self.version, self.heard = version, now
-
-    def record_answer(self, request: int) -> None:
-        if request:
-            self.asked.pop(request, None)
-            remember(self.answered, request, None)
+    """Leases that ended with an accepted group."""
 
 
 class Journal:
-    """What changed since the last `Ledger.drain`."""
-
     def __init__(self) -> None:
         self.changes = Changes()
         self.touched = set[int]()
@@ -50,17 +47,17 @@ class Journal:
     def close(self, item: ItemState) -> None:
         if item.number in self.touched:
             self.touched.remove(item.number)
-            self.changes.items[item.number] = item.row_values()
+            self.changes.items[item.number] = item_values(item)
 
     def closed(self, number: int) -> ItemState | None:
         row = self.changes.items.get(number)
-        item = ItemState(*row) if row else None  # type: ignore[arg-type]
+        item = ItemState.of(row) if row else None
         return item if item and item.state in CLOSED else None
 
 
 @dataclass
 class UndonePolicies:
-    """Versions above `restored`, up to `reached`, name two policies each: one that a rewind undid, and a later one."""
+    """Versions above `restored`, up to `reached`, name two policies: one that a rewind undid, and a later one."""
 
     restored: int = 0
     reached: int = 0
@@ -70,27 +67,98 @@ class UndonePolicies:
             self.restored = min(self.restored, version) if version <= self.reached else version
             self.reached = max(self.reached, ceiling)
 
-    def least(self, version: int) -> int:
-        """The oldest policy that a server can have had since it ran `version`."""
-        return self.restored if self.restored < version <= self.reached else version
+
+class Pool:
+    def __init__(self, items: Iterable[ItemState] = ()) -> None:
+        items = list(items)
+        self.open = Counter(item.version for item in items if item.state in OPEN)
+        """By dispatch version."""
+        self.stored = [(item.version, item.number) for item in items if item.state == "stored"]
+        """A heap of (d, item)."""
+        heapq.heapify(self.stored)
+        self.stored_by = Counter(version for version, _ in self.stored)
+        self._anywhere: list[int] = []
+        self._elsewhere: dict[str, deque[tuple[float, int]]] = {}
+        """(until when, item) by the server that failed at them; under NOBODY: no server gets them until then."""
+        for item in sorted((item for item in items if item.state == "waiting"), key=lambda item: item.elsewhere_until):
+            self.wait(item)
+
+    @property
+    def num_open(self) -> int:
+        return self.open.total()
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._anywhere) + sum(map(len, self._elsewhere.values()))
+
+    def num_elsewhere(self, server: str) -> int:
+        return len(self._elsewhere.get(server_name(server), ()))
+
+    @property
+    def num_held(self) -> int:
+        return len(self._elsewhere.get(NOBODY, ()))
+
+    def wait(self, item: ItemState) -> None:
+        if item.elsewhere_until:
+            held = self._elsewhere.setdefault(NOBODY if item.held_back else server_name(item.server), deque())
+            held.append((item.elsewhere_until, item.number))
+        else:
+            heapq.heappush(self._anywhere, item.number)
+
+    @property
+    def next_wait_end(self) -> float | None:
+        """When the first waiting item may go to any server."""
+        return min((held[0][0] for held in self._elsewhere.values()), default=None)
+
+    def end_waits(self, now: float) -> None:
+        for name, held in list(self._elsewhere.items()):
+            while held and now >= held[0][0]:
+                heapq.heappush(self._anywhere, held.popleft()[1])
+            if not held:
+                del self._elsewhere[name]
+
+    def next_waiting(self, server: str) -> int | None:
+        elsewhere = self._elsewhere.items()
+        fronts = {held[0][1]: name for name, held in elsewhere if name not in (NOBODY, server_name(server))}
+        first = min([*fronts, *self._anywhere[:1]], default=None)
+        if first in fronts:
+            self._elsewhere[fronts[first]].popleft()
+            if not self._elsewhere[fronts[first]]:
+                del self._elsewhere[fronts[first]]
+        elif first is not None:
+            heapq.heappop(self._anywhere)
+        return first
+
+    def remove_open(self, version: int) -> None:
+        self.open -= Counter((version,))
+
+    def store(self, version: int, item: int) -> None:
+        heapq.heappush(self.stored, (version, item))
+        self.stored_by[version] += 1
+
+    def take(self, number: int) -> list[tuple[int, int]]:
+        """Take out the stored items with the smallest (d, item)."""
+        taken = [heapq.heappop(self.stored) for _ in range(number)]
+        by_version = Counter(version for version, _ in taken)
+        self.open -= by_version
+        self.stored_by -= by_version
+        return taken
 
 
 class LedgerState:
-    """The state of a run; servers and recent failures are not saved."""
+    """Servers and recent failures are not saved."""
 
     def __init__(self, rows: Rows | None = None) -> None:
         self.rows = rows or Rows()
         self.version = 0
-        """Next batch to be formed, v'."""
         self.last_trained = -1
         self.oldest = 0
-        """Oldest batch not pruned."""
         self.ceiling = 0
-        """No policy above this version can exist: the learner got no batch for one since it restored."""
+        """No policy above this version can exist."""
         self.undone = UndonePolicies()
         self.next_item, self.next_lease = 0, 1
         self.revision = 0
-        """Counts the changes that a parked request may wait for."""
+        """Counts what a parked request may wait for."""
         self.items: dict[int, ItemState] = {}
         self.servers: dict[str, ServerRecord] = {}
         self.batches: dict[int, FormedBatch] = {}
@@ -98,7 +166,6 @@ class LedgerState:
 
     @property
     def num_formed(self) -> int:
-        """Groups that ever went into a batch."""
         return self.totals.groups("age")
 
     def create(self, row: int, epoch: int) -> ItemState:
@@ -108,7 +175,6 @@ class LedgerState:
         return item
 
     def dispatch(self, item: ItemState, server: str, version: int, now: float, request: int) -> None:
-        """New or waiting -> leased."""
         item.state, item.server, item.version, item.request, item.since = "leased", server, version, request, now
         item.lease, item.attempts = self.next_lease, item.attempts + 1
         self.next_lease += 1
@@ -128,7 +194,7 @@ class LedgerState:
 
     def count_failure(self, row: int, kind: FailureKind, reason: str, permanent: bool = False) -> bool:
         failure = f"{kind}: {reason.strip()}"
-        self.trend.note_failure(row, kind, failure, self.totals.add("failed", Lengths(groups=1), failure))
+        self.trend.note_failure(row, kind, failure, self.totals.add("failed", NO_SAMPLES, failure))
         return self.rows.note_failure(row, kind, failure.splitlines()[0][:LONG_REASON], permanent)
 
     def release(self, item: ItemState, reason: str, elsewhere_until: float = 0.0, held_back: bool = False) -> None:
@@ -157,7 +223,7 @@ class LedgerState:
                 self.totals.add("discarded", item.lengths, reason)
                 self.journal.changes.sample_stats.pop(item.number, None)
                 self.journal.changes.discarded.add(item.number)
-                item.samples = item.tokens = item.sampled = item.truncated = 0
+                item.lengths = NO_SAMPLES
             item.state, item.reason, item.attempts = "waiting", reason, item.attempts - 1
             item.elsewhere_until, item.held_back = 0.0, False
             self._touch(item)
@@ -166,8 +232,9 @@ class LedgerState:
 
     def accept(self, item: ItemState, samples: Sequence[SampleStats], unwanted: str | None) -> None:
         """Leased -> stored, or for an `unwanted` group -> dropped."""
-        lengths, rewards = Lengths.of(samples), [sample.reward for sample in samples]
-        _, item.samples, item.tokens, item.sampled, item.truncated = lengths
+        rewards, truncated = [sample.reward for sample in samples], sum([sample.truncated for sample in samples])
+        tokens, sampled = sum([sample.tokens for sample in samples]), sum([sample.sampled for sample in samples])
+        item.lengths = lengths = Lengths(1, len(samples), tokens, sampled, truncated)
         self.totals.add("generated", lengths)
         if item.attempts > 1:
             self.totals.add("retried", lengths)
@@ -188,7 +255,7 @@ class LedgerState:
 
     def _drop(self, item: ItemState, reason: str) -> None:
         item.state, item.reason, item.batch = "dropped", reason, self.version
-        self.totals.add("dropped", item.lengths if item.samples else Lengths(groups=1), reason)
+        self.totals.add("dropped", item.lengths, reason)
         self._forget(item)
 
     def _forget(self, item: ItemState) -> None:
@@ -209,7 +276,7 @@ class LedgerState:
         self.revision += 1
 
     def form(self, groups: int) -> None:
-        taken = self.pool.take(min(groups, self.pool.num_stored))
+        taken = self.pool.take(min(groups, len(self.pool.stored)))
         for version, number in taken:
             item = self.items[number]
             item.state, item.batch = "batched", self.version
@@ -244,11 +311,6 @@ class LedgerState:
 
     def _members(self, version: int) -> list[ItemState]:
         return [self.items[number] for number in self.batches[version].items]
-
-    def raise_ceiling(self, version: int) -> None:
-        if version > self.ceiling:
-            self.ceiling = version
-            self.revision += 1
 
     def mark(self, last: int) -> None:
         """Count batches up to `last` as trained, and no others."""
@@ -298,7 +360,7 @@ def _batch(version: int, taken: Sequence[tuple[int, int]]) -> FormedBatch:
 
 
 def restore(state: LedgerState, saved: Saved, now: float) -> None:
-    """Continue from what was saved; leases begin anew at `now`."""
+    """Leases begin anew at `now`."""
     state.trend.examples = dict(saved.failed_rows)
     state.journal.counters = saved.scalars
     state.totals.restore(saved.totals)
@@ -311,7 +373,8 @@ def restore(state: LedgerState, saved: Saved, now: float) -> None:
             item.since = now
             holder = state.servers.setdefault(item.server, ServerRecord(heard=now, version=item.version))
             holder.leases[item.lease] = item.number
-            holder.record_answer(item.request)
+            if item.request:
+                remember(holder.answered, item.request, None)
         elif item.state == "batched":
             members[item.batch].append((item.version, item.number))
     state.batches = {version: _batch(version, sorted(pairs)) for version, pairs in members.items()}

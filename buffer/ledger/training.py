@@ -1,24 +1,139 @@
-"""The learner's requests: batches that are taken, trained, rewound, forgotten, and groups in quarantine.
+"""What may happen next, as a view that changes nothing; and batches, which are taken, trained, rewound and forgotten.
 
-A batch once formed changes only when it loses a group that cannot be trained. A killed learner names no cause. So the
-ledger counts the starts that took a batch and never trained it. A batch that ended MOST_ENDS starts is *suspect*: the
-next learner tries each of its groups alone. A group whose trial ended MOST_ENDS starts is the culprit.
+The functions at the end take open items as counts by dispatch version, `{d: number}`. Sorted by d, item i goes into
+batch `version + i // groups` at the latest, where `version` is the next batch. The set is *feasible* when every item
+meets `d + staleness >= version + i // groups`. Only the last item of each d can break that.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from buffer.ledger.counts import GIVEN_UP_QUARANTINED
+from buffer.ledger.evaluations import Reach
+from buffer.ledger.order import Order
 from buffer.ledger.state import LedgerState
-from buffer.ledger.types import FormedBatch, ItemState, LedgerError, Terms
-from buffer.ledger.view import LedgerView
+from buffer.ledger.types import FormedBatch, ItemState, LedgerError, Lengths, Outcome, Terms
 
 MOST_ENDS = 2
+LEAST_FAILURES, LEAST_BATCHES = 100, 3
+"""So many failures in a row, and the groups of so many batches, end a run."""
+LEAST_FLAT, LEAST_FLAT_BATCHES = 1000, 10
+"""The same for groups without variance: if one group in 100 has some, 1,000 in a row have none once in 2 million
+groups."""
+LEAST_QUARANTINED = 10
+"""The same for groups in quarantine: then the groups are not at fault."""
+
+
+class LedgerView:
+    def __init__(self, terms: Terms, state: LedgerState, order: Order) -> None:
+        self._terms, self._state, self._order = terms, state, order
+        self.most_flat = max(LEAST_FLAT, LEAST_FLAT_BATCHES * terms.groups)
+        self.most_quarantined = max(LEAST_QUARANTINED, terms.groups)
+
+    def finished(self) -> bool:
+        return self.outcome() is not None
+
+    def outcome(self) -> Outcome | None:
+        """Why no further batch can be formed. Data that end without a batch, after failures, have failed."""
+        state = self._state
+        if self._terms.versions is not None and state.version >= self._terms.versions:
+            return "versions"
+        if state.trend.given_up:
+            return "failed"
+        if not self.all_dispatched() or state.pool.num_waiting or state.pool.num_open:
+            return None
+        return "data" if state.num_formed or not (self.failed() or self.num_quarantined) else "failed"
+
+    @property
+    def reach(self) -> Reach:
+        is_over = self.outcome() in ("versions", "data")
+        return Reach(self._state.ceiling, self._state.version if is_over else None)
+
+    def room(self, dispatched: int, server: str = "") -> int:
+        """How many items may be dispatched under version `dispatched` now.
+
+        Near `run.versions`, places are kept for items that this server failed at.
+        """
+        terms, state, pool = self._terms, self._state, self._state.pool
+        if state.trend.given_up:
+            return 0
+        free = room(pool.open, state.version, terms.groups, terms.target_staleness, dispatched)
+        if terms.versions is not None:
+            kept = pool.num_held + (pool.num_elsewhere(server) if server else 0)
+            free = min(free, (terms.versions - state.version) * terms.groups - pool.num_open - kept)
+        return max(free, 0)
+
+    def admits(self, version: int) -> bool:
+        """Whether a server that runs `version`, or an older one, may get an item now."""
+        pool = self._state.pool
+        left = not self.all_dispatched() or pool.num_waiting > pool.num_held
+        return left and self.room(min(version, self._state.ceiling)) > 0
+
+    def ready(self) -> bool:
+        terms, state, pool = self._terms, self._state, self._state.pool
+        if state.trend.given_up or (terms.versions is not None and state.version >= terms.versions):
+            return False
+        left = left_behind(pool.open, pool.stored_by, terms.groups)
+        if len(pool.stored) >= terms.groups and feasible(left, state.version + 1, terms.groups, terms.max_staleness):
+            return True
+        return 0 < len(pool.stored) == pool.num_open and self.all_dispatched() and not pool.num_waiting
+
+    def all_dispatched(self) -> bool:
+        terms = self._terms
+        return terms.epochs is not None and self._state.next_item >= terms.problems * terms.epochs
+
+    def is_hopeless(self) -> bool:
+        """Whether attempts fail and no group is made. Attempts under way count as successes."""
+        failures, pool = self._state.trend.failures_in_row, self._state.pool
+        attempts = failures + pool.num_open - len(pool.stored)
+        enough = failures >= max(LEAST_FAILURES, LEAST_BATCHES * self._terms.groups)
+        return enough and failures > self._terms.max_failed_share * attempts
+
+    def leased(self) -> Iterator[ItemState]:
+        state = self._state
+        return (state.items[item] for server in state.servers.values() for item in server.leases.values())
+
+    def counts(self) -> dict[str, int]:
+        pool, totals = self._state.pool, self._state.totals
+        now = {"leased": pool.num_open - len(pool.stored), "stored": len(pool.stored), "waiting": pool.num_waiting}
+        trained = totals.groups("trained")
+        return now | {
+            "batched": self._state.num_formed - trained,
+            "trained": trained,
+            "dropped": totals.groups("dropped"),
+            **({"quarantined": self.num_quarantined} if self.num_quarantined else {}),
+        }
+
+    def problems_by_state(self) -> dict[str, int]:
+        return self._state.rows.bands | self._order.counts(self._state)
+
+    def left_out(self) -> dict[int, str]:
+        return self._state.rows.left_out
+
+    @property
+    def num_quarantined(self) -> int:
+        return self._state.totals.groups("quarantined")
+
+    def dropped(self) -> dict[str, int]:
+        return {reason: lengths.groups for reason, lengths in self._state.totals.by("dropped").items()}
+
+    def failed(self) -> dict[str, int]:
+        return {reason: lengths.groups for reason, lengths in self._state.totals.by("failed").items()}
+
+    def ages(self) -> dict[int, int]:
+        return dict(sorted((int(age), lengths.groups) for age, lengths in self._state.totals.by("age").items()))
+
+    def lengths(self) -> dict[str, Lengths]:
+        return self._state.totals.lengths()
 
 
 @dataclass
 class Suspicion:
-    """Counts the starts of the learner that ended; -1 stands for none."""
+    """The starts of the learner that ended; -1: none.
+
+    A killed learner names no cause. A batch that ended MOST_ENDS starts is *suspect*: the next learner tries each of
+    its groups alone. A group whose trial ended MOST_ENDS starts is the culprit.
+    """
 
     taken: int = -1
     suspect: int = -1
@@ -34,7 +149,7 @@ class Suspicion:
         self.tried = -1 if item is None else item
 
     def begin(self) -> int | None:
-        """Count the end of the learner before; returns the culprit. Only the first rank's call counts."""
+        """Count the end of the last start; returns the culprit. Only the first rank's call counts."""
         if self.taken >= 0:
             self.suspect_ends = self.suspect_ends + 1 if self.taken == self.suspect else 1
             self.suspect = self.taken
@@ -53,8 +168,6 @@ class Suspicion:
 
 
 class Batches:
-    """`find` returns an item, also one that has left memory; `take_back_too_old` is that of `Attempts`."""
-
     def __init__(
         self,
         terms: Terms,
@@ -86,7 +199,9 @@ class Batches:
                     state.announce()
                 return None
             state.form(self._terms.groups)
-        state.raise_ceiling(version + 1)
+        if state.ceiling <= version:
+            state.ceiling = version + 1
+            state.revision += 1
         if version > state.last_trained:
             self.suspicion.taken = version
         return state.batches[version]
@@ -94,8 +209,7 @@ class Batches:
     def trained(self, version: int) -> list[int]:
         """Mark batches up to `version` as trained; returns their items.
 
-        Only the first rank's call has an effect. A replaced learner's call has none: after a rewind a batch must be
-        taken again.
+        Only the first rank's call has an effect, and none after a rewind: the batch must be taken again.
         """
         state = self._state
         if version >= state.version:
@@ -167,7 +281,7 @@ class Batches:
         return True
 
     def _take_out(self, item: ItemState) -> None:
-        """Batches are consecutive: if no group is left, this batch and all later ones are formed anew."""
+        """If no group is left, this batch and all later ones are formed anew: batches are consecutive."""
         batch = item.batch
         self._state.take_out(item)
         self.suspicion.clear(batch)
@@ -180,3 +294,43 @@ class Batches:
             f"batch {version} is gone, the buffer keeps those from {self._state.oldest} on: restore a checkpoint of at "
             "least that version, or remove the run's buffer.sqlite and checkpoints to begin anew"
         )
+
+
+def feasible(counts: Mapping[int, int], version: int, groups: int, staleness: int) -> bool:
+    end = 0
+    for dispatched in sorted(counts):
+        end += counts[dispatched]
+        if counts[dispatched] and dispatched + staleness < version + (end - 1) // groups:
+            return False
+    return True
+
+
+def room(counts: Mapping[int, int], version: int, groups: int, staleness: int, dispatched: int) -> int:
+    """How many more items of `dispatched` may be opened.
+
+    Older items are not checked: a straggler that missed a tighter target must not close admission.
+    """
+    end = sum(number for d, number in counts.items() if d <= dispatched)
+    free = (dispatched + staleness - version + 1) * groups - end
+    for d in sorted(d for d in counts if d > dispatched):
+        end += counts[d]
+        free = min(free, (d + staleness - version + 1) * groups - end)
+    return max(free, 0)
+
+
+def left_behind(counts: Mapping[int, int], stored: Mapping[int, int], groups: int) -> dict[int, int]:
+    left, wanted = dict(counts), groups
+    for d in sorted(stored):
+        taken = min(stored[d], wanted)
+        left[d] -= taken
+        wanted -= taken
+    return left
+
+
+def keepable(dispatched: Iterable[int], version: int, groups: int, staleness: int) -> list[bool]:
+    """Which items to keep, so that as many as possible are feasible."""
+    kept, verdicts = 0, []
+    for d in dispatched:
+        verdicts.append(d + staleness >= version + kept // groups)
+        kept += verdicts[-1]
+    return verdicts

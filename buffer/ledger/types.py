@@ -1,14 +1,15 @@
 """The nouns of the ledger, as plain data."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
+from operator import attrgetter
+from typing import Any, Literal, NamedTuple
 
 OPEN = ("leased", "stored")
 CLOSED = ("dropped", "quarantined")
 """States of items that have left memory."""
 FailureKind = Literal["reward", "task", "prompt", "engine", "infrastructure"]
-"""The fault is the reward function's, the task's, the row's, vLLM's, or anything else's."""
+"""Whose fault it is; `infrastructure`: anything else's."""
 RowValues = tuple[int | str, ...]
 Outcome = Literal["versions", "data", "failed"]
 
@@ -19,8 +20,6 @@ class LedgerError(ValueError):
 
 @dataclass(frozen=True)
 class Terms:
-    """What the rules depend on of the run file."""
-
     problems: int
     groups: int
     max_staleness: int
@@ -42,14 +41,14 @@ class Terms:
 
 @dataclass(slots=True)
 class SampleStats:
-    """What the ledger knows of a sample. A frozen one would take four times as long to make."""
+    """What the ledger knows of a sample. A frozen class would take four times as long to make."""
 
     tokens: int
     sampled: int
     reward: float
     truncated: bool = False
     oldest: int | None = field(default=None, compare=False)
-    """Policy version of its oldest sampled token."""
+    """Version of its oldest sampled token."""
     metrics: dict[str, float] = field(default_factory=dict)
     prompt: int = field(default=0, compare=False)
     """Tokens before the first sampled one."""
@@ -59,8 +58,6 @@ class SampleStats:
 
 @dataclass(frozen=True)
 class Lease:
-    """A dispatched item: `index` is the row, `version` the dispatch version d."""
-
     item: int
     lease: int
     index: int
@@ -78,7 +75,7 @@ class FormedBatch:
 
 
 class Lengths(NamedTuple):
-    """How much text: of a group, or summed over groups."""
+    """How much text, of a group or of many."""
 
     groups: int = 0
     samples: int = 0
@@ -86,25 +83,14 @@ class Lengths(NamedTuple):
     sampled: int = 0
     truncated: int = 0
 
-    @classmethod
-    def of(cls, samples: Sequence[SampleStats]) -> "Lengths":
-        tokens, sampled = sum([s.tokens for s in samples]), sum([s.sampled for s in samples])
-        return cls(1, len(samples), tokens, sampled, sum([s.truncated for s in samples]))
 
-    def plus(self, other: "Lengths", times: int = 1) -> "Lengths":
-        groups, samples, tokens, sampled, truncated = other
-        return Lengths(
-            self.groups + times * groups,
-            self.samples + times * samples,
-            self.tokens + times * tokens,
-            self.sampled + times * sampled,
-            self.truncated + times * truncated,
-        )
+NO_SAMPLES = Lengths(groups=1)
+"""The group was never made, or was discarded."""
 
 
 @dataclass(slots=True)
 class ItemState:
-    """One item, as the store has it without the last three fields."""
+    """One item; the store has all but the last three fields."""
 
     number: int
     row: int
@@ -113,39 +99,31 @@ class ItemState:
     reason: str = ""
     """Reason of a drop, quarantine, or the last failure."""
     version: int = -1
-    """Dispatch version d; -1 before the first dispatch."""
+    """Dispatch version d; -1: never dispatched."""
     server: str = ""
     lease: int = 0
-    """Number of the last dispatch, also when that has ended."""
+    """Number of the last dispatch."""
     request: int = 0
     attempts: int = 0
     batch: int = -1
-    """Its batch; if it left before it had one, the next batch at that time; else -1."""
-    samples: int = 0
-    tokens: int = 0
-    sampled: int = 0
-    truncated: int = 0
+    """Its batch; if it left before it had one, the next batch then; else -1."""
+    lengths: Lengths = NO_SAMPLES
     since: float = 0.0
     elsewhere_until: float = 0.0
     """Until then a waiting item does not go to `server`."""
     held_back: bool = False
     """Until `elsewhere_until` it goes to no server."""
 
-    def row_values(self) -> tuple[int | str, ...]:
-        now = (self.number, self.row, self.epoch, self.state, self.reason, self.version, self.server, self.lease)
-        return (*now, self.request, self.attempts, self.batch, self.samples, self.tokens, self.sampled, self.truncated)
-
-    def as_lease(self) -> Lease:
-        return Lease(self.number, self.lease, self.row, self.epoch, self.version)
-
-    @property
-    def lengths(self) -> Lengths:
-        return Lengths(1, self.samples, self.tokens, self.sampled, self.truncated)
+    @classmethod
+    def of(cls, values: Sequence[Any]) -> "ItemState":
+        item = cls(*values[:-4])
+        item.lengths = Lengths(1, *values[-4:])
+        return item
 
     @property
     def accepted(self) -> bool:
         """Whether its last lease ended with an accepted group."""
-        return self.state in ("stored", "batched") or (self.state in CLOSED and self.samples > 0)
+        return self.state in ("stored", "batched") or (self.state in CLOSED and self.lengths.samples > 0)
 
     def lease_over(self, lease: int) -> str:
         now = {
@@ -160,6 +138,12 @@ class ItemState:
         return f"lease {lease} of item {self.number} is over{reason}; {now}"
 
 
+item_values: Callable[[ItemState], tuple[int | str, ...]] = attrgetter(
+    *("number", "row", "epoch", "state", "reason", "version", "server", "lease", "request", "attempts", "batch"),
+    *("lengths.samples", "lengths.tokens", "lengths.sampled", "lengths.truncated"),
+)
+
+
 class EvaluationRow(NamedTuple):
     """Example: `EvaluationRow(10, "done", 10, "rollout-0#3f", 1, "", '{"eval": {"mean@1": 0.5}}', "[]")`"""
 
@@ -172,13 +156,11 @@ class EvaluationRow(NamedTuple):
     reason: str
     results: str
     samples: str
-    """JSON: the answers that are kept for reading."""
+    """JSON: answers kept for reading."""
 
 
 @dataclass
 class Changes:
-    """What the store writes of the ledger in one transaction."""
-
     items: dict[int, tuple[int | str, ...]] = field(default_factory=dict)
     sample_stats: dict[int, tuple[SampleStats, ...]] = field(default_factory=dict)
     discarded: set[int] = field(default_factory=set)
@@ -189,30 +171,27 @@ class Changes:
     rows: Mapping[int, RowValues] = field(default_factory=dict)
     evaluations: Mapping[int, EvaluationRow] = field(default_factory=dict)
     scalars: dict[str, int | str] = field(default_factory=dict)
-    """Counters, and in `ended` the text of `reasons.ended`."""
+    """Counters; `ended` is the text of `reasons.ended`."""
 
-    def __bool__(self) -> bool:
-        changed = self.items, self.sample_stats, self.discarded, self.batches, self.totals, self.scalars
-        return any((*changed, self.rows, self.evaluations))
+
+NO_CHANGES = Changes()
 
 
 @dataclass(frozen=True)
 class Transaction:
-    """What the store writes at once, or not at all."""
+    """Written at once, or not at all."""
 
     changes: Changes
     payloads: Mapping[int, Sequence[bytes]] = field(default_factory=dict)
-    """Packed samples of newly accepted groups, by item."""
+    """Packed samples of new groups, by item."""
     void_before: int | None = None
-    """Samples of batches and drops before this version are deleted."""
+    """Samples of earlier batches and drops are deleted."""
     noted: Sequence[tuple[str, object, object]] = ()
-    """Keys of the run file that changed, with the old and the new value."""
+    """Keys of the run file that changed, with old and new value."""
 
 
 @dataclass(frozen=True)
 class Saved:
-    """What the store read back."""
-
     items: tuple[ItemState, ...] = ()
     totals: dict[tuple[str, str], Lengths] = field(default_factory=dict)
     scalars: dict[str, int] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Failures of a commit that end by themselves or once somebody makes room, each with cause and remedy."""
+"""Failures of a commit that end once somebody makes room, with their remedies."""
 
 import errno
 import sqlite3
@@ -15,7 +15,7 @@ SYSTEM_FILES = "this machine has no open file left (fs.file-max): end what holds
 
 
 def remedy(error: sqlite3.Error | OSError) -> str:
-    """Return what ends a transient failure, in words; "" for a failure that is not transient."""
+    """Return what ends a transient failure, in words; "" for any other."""
     if isinstance(error, OSError):
         if error.errno in DISK_FULL:
             return MAKE_ROOM
@@ -29,5 +29,4 @@ def remedy(error: sqlite3.Error | OSError) -> str:
 
 
 def out_of_files(error: OSError) -> bool:
-    """Whether the process or the machine has no open file left."""
     return error.errno in NO_FILES

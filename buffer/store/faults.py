@@ -29,8 +29,6 @@ class StoreGone(OSError):
 
 
 class DamagedSample(Exception):
-    """The bytes of a stored sample are not those that were stored."""
-
     def __init__(self, item: int, index: int, path: Path, problem: str) -> None:
         super().__init__(f"sample {index} of item {item} in {path}: {problem}")
         self.item, self.index, self.path, self.problem = item, index, path, problem

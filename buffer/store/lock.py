@@ -1,4 +1,4 @@
-"""A lock on a file, which one process holds until it ends, however it ends."""
+"""A lock on a file, which ends with the process that holds it."""
 
 import fcntl
 import os
@@ -10,7 +10,6 @@ class InUse(OSError):
 
 
 def lock_of(path: Path) -> Path:
-    """The file that is locked for the ledger's file `path`."""
     return path.with_name(path.name + ".lock")
 
 
@@ -30,7 +29,7 @@ def holder(file: Path) -> str:
 
 
 def locked(file: Path) -> int:
-    """Lock `file`, made if need be; returns its descriptor. Raises InUse if another process holds it, OSError."""
+    """Lock `file`, made if need be; returns its descriptor. Raises InUse, OSError."""
     lock = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

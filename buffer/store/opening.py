@@ -1,7 +1,7 @@
 """Opens the ledger's SQLite file: makes it, brings an older one to this schema, and refuses what is not sound.
 
-Every page must have its checksum (`pages.py`). `PRAGMA quick_check` reads every page once more, for what was written
-wrong; RULES compare what SQLite does not. Nothing here reads the samples.
+Every page must have its checksum (`witness.py`). `PRAGMA quick_check` finds what was written wrong; RULES compare what
+SQLite does not. Nothing here reads the samples.
 """
 
 import os
@@ -10,16 +10,16 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
-from buffer.store import pages, sql, witness
+from buffer.store import sql, witness
 from buffer.store.faults import StoreError
-from buffer.store.write_ahead import PAGE, Log
+from buffer.store.witness import PAGE, Log
 
 LOG_PAGES = 4096
-"""Pages of the write-ahead log after which it is begun anew."""
+"""In pages; then the log is begun anew."""
 TO_BE_OPENED = "it must be a file that this user may read and write, in a folder that it may write to"
 FOREIGN = "an SQLite file of another program; name another file"
 LOADED = "(batch = -1 OR batch >= COALESCE((SELECT value FROM meta WHERE name = 'oldest'), 0))"
-"""What a start reads; millions of other items are not needed any more."""
+"""What a start reads, of millions of items."""
 RULES = {
     "an item has an unknown state": f"""
         SELECT 'item ' || item FROM items WHERE {LOADED} AND
@@ -62,8 +62,8 @@ def _require_whole(path: Path, known: witness.Commits | None) -> None:
         (schema,) = db.execute("PRAGMA user_version").fetchone()
         require_schema(schema, path)
         witness.require_all(path, known, witness.counted(db))
-        if schema == sql.SCHEMA or pages.file_of(path).exists():
-            pages.require_same(path, stream)
+        if schema == sql.SCHEMA or witness.sums_of(path).exists():
+            witness.require_same_pages(path, stream)
 
 
 def _connected(path: Path) -> sqlite3.Connection:
@@ -76,17 +76,17 @@ def is_begun(path: Path) -> bool:
     return bool(size) and (size != PAGE or bool(Log(path).pages) or not path.read_bytes().startswith(b"SQLite format"))
 
 
-def opened_sums(path: Path, fsync: bool) -> pages.PageSums:
+def opened_sums(path: Path, fsync: bool) -> witness.PageSums:
     """The checksums of the ledger `path`, made where it has none. Raises StoreError, OSError."""
     if not path.is_file():
         raise StoreError(f"buffer.path {path}: unable to open database file; {TO_BE_OPENED}")
-    if not (is_begun(path) and pages.file_of(path).exists()):
-        pages.begin(path)
-    return pages.PageSums(path, fsync, LOG_PAGES)
+    if not (is_begun(path) and witness.sums_of(path).exists()):
+        witness.begin_sums(path)
+    return witness.PageSums(path, fsync, LOG_PAGES)
 
 
-def opened(path: Path | None, fsync: bool, sums: pages.PageSums | None = None) -> sqlite3.Connection:
-    """Open the ledger `path` for writing; `sums` are its checksums. Raises StoreError or sqlite3.Error.
+def opened(path: Path | None, fsync: bool, sums: witness.PageSums | None = None) -> sqlite3.Connection:
+    """Open the ledger `path` for writing. Raises StoreError or sqlite3.Error.
 
     The log is not copied into the file until `copy_log_at` is called.
     """
@@ -114,7 +114,7 @@ def copy_log_at(db: sqlite3.Connection, log_pages: int) -> None:
     db.execute(f"PRAGMA wal_autocheckpoint = {log_pages}")
 
 
-def close(db: sqlite3.Connection, sums: pages.PageSums | None) -> None:
+def close(db: sqlite3.Connection, sums: witness.PageSums | None) -> None:
     """Close the ledger, which has SQLite copy the log into the file."""
     with suppress(OSError):
         if sums:
@@ -141,13 +141,11 @@ def _make(db: sqlite3.Connection, statements: str) -> None:
 
 
 def require_ledger(db: sqlite3.Connection, refusal: str) -> None:
-    """Raise StoreError, with the text `refusal`, for another program's file."""
     if db.execute("PRAGMA application_id").fetchone()[0] != sql.APPLICATION:
         raise StoreError(refusal)
 
 
 def require_schema(schema: int, path: Path | None) -> None:
-    """Raise StoreError for a file of a schema that this release does not read."""
     if schema not in sql.READABLE:
         raise StoreError(
             f"buffer.path {path}: written with schema {schema}, this Headrace has {sql.SCHEMA}; finish that run with "
@@ -156,7 +154,6 @@ def require_schema(schema: int, path: Path | None) -> None:
 
 
 def require_page_size(db: sqlite3.Connection, path: Path | None) -> None:
-    """Raise StoreError for a file that an SQLite with another page size wrote."""
     if path and (size := db.execute("PRAGMA page_size").fetchone()[0]) != PAGE:
         remedy = "finish that run with the Headrace that wrote it, or choose another run.name"
         raise StoreError(f"buffer.path {path}: its pages have {size} bytes, this Headrace reads {PAGE}; {remedy}")
@@ -182,7 +179,7 @@ NOT_OPENED = (sqlite3.SQLITE_PERM, sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTO
 
 @contextmanager
 def explained(path: Path | None) -> Iterator[None]:
-    """Turn SQLite's errors about a file into a StoreError with the remedy."""
+    """Turn SQLite's errors into a StoreError with the remedy."""
     try:
         yield
     except UnicodeDecodeError:  # SQLite quotes the bytes in its error
@@ -197,7 +194,6 @@ def explained(path: Path | None) -> Iterator[None]:
 
 
 def is_damage(error: BaseException) -> bool:
-    """Whether SQLite found bytes that it cannot have written."""
     return _code(error) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
 
@@ -206,7 +202,6 @@ def _code(error: BaseException) -> int:
 
 
 def damaged(path: Path | None, problem: str) -> StoreError:
-    """The error for a file with damaged bytes."""
     remedy = "bring back a copy of it, or begin anew with another run.name"
     return StoreError(f"buffer.path {path}: the file is damaged: {' '.join(problem.split())}; {remedy}")
 

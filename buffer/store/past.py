@@ -1,4 +1,4 @@
-"""Reads the state of a run before it is started again, from its ledger, checkpoints and `config.yaml`."""
+"""Reads the state of a run before it is started again."""
 
 import json
 import sqlite3
@@ -7,7 +7,7 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from buffer.store import pages, witness
+from buffer.store import witness
 from buffer.store.faults import ACCEPT, LostCommits
 from buffer.store.opening import explained, is_begun, require_whole
 from buffer.store.sqlite import reading
@@ -22,14 +22,12 @@ OPEN = "SELECT COUNT(*) FROM items WHERE batch = -1 AND state IN ('waiting', 'le
 
 
 class Past(NamedTuple):
-    """What the store knows of a run."""
-
     settings: Settings | None = None
     oldest: int = 0
     trained: int = 0
     used_up: bool = False
     servers: int = 0
-    """Servers that were wanted last; 0: as the run file has it."""
+    """Wanted last; 0: as the run file has it."""
     by_person: bool = False
 
 
@@ -81,7 +79,7 @@ def accept_loss(config: Config) -> None:
         return
     if commits := _counted(file):
         witness.Witness(file, commits).close()
-        pages.begin(file)
+        witness.begin_sums(file)
     else:
         witness.file_of(file).unlink(missing_ok=True)
     if not is_begun(file) and (version := newest(config.run.path / "checkpoints")):
@@ -93,7 +91,7 @@ def begin_with(run: Path, version: int) -> None:
 
 
 def begins_with(run: Path) -> int:
-    """The version of the checkpoint with which the ledger of `run` may begin; 0: with the initial model."""
+    """Version of the checkpoint with which a new ledger may begin; 0: the initial model."""
     try:
         return int(json.loads((run / BEGINS).read_text(encoding="utf-8"))["version"])
     except FileNotFoundError:
@@ -110,7 +108,7 @@ def _counted(file: Path) -> witness.Commits | None:
 
 
 def history(db: sqlite3.Connection) -> Iterator[tuple[int, Change]]:
-    """The settings that were changed while the run went on, and the version at which."""
+    """Settings that were changed while the run went on, and at which version."""
     if db.execute("SELECT 1 FROM sqlite_master WHERE name = 'changes'").fetchone():
         for version, key, old, new in db.execute("SELECT version, key, old, new FROM changes ORDER BY rowid"):
             yield version, Change(key, json.loads(old), json.loads(new))

@@ -1,15 +1,14 @@
 """Segments: the files that hold the samples' bytes, beside the SQLite file that says where.
 
 Samples are appended and synced before the transaction that names them is committed; bytes that no committed row names
-are overwritten. So each byte is written once; SQLite would write it up to three times. Space is allocated ahead,
-because a file that grows with each write is synced at a fifth of the speed. A thread removes segments, because that
-takes the file system 50 ms.
+are overwritten. Space is allocated ahead, because a file that grows with each write is synced at a fifth of the speed.
+A thread removes segments, because that takes the file system 50 ms.
 """
 
 import errno
 import os
 import resource
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from itertools import accumulate, pairwise
@@ -21,26 +20,22 @@ from buffer.store.witness import identity
 from configs.variables import private_folder
 
 SEGMENT_BYTES, AHEAD_BYTES = 64 * 2**20, 8 * 2**20
-"""Size of a segment, and the space allocated at a time."""
 SPARES = 8
-"""Empty segments kept to be reused."""
 BLOCK_BYTES = 4096
-"""A commit begins at a multiple of this, so that no write touches a block with committed bytes."""
+"""A commit begins at a multiple of this: no write touches a block with committed bytes."""
 BUFFERS = 512
-"""Buffers per system call; Linux takes 1024."""
+"""Per system call; Linux takes 1024."""
 
 Groups = Mapping[int, Sequence[bytes]]
 
 
 class Place(NamedTuple):
-    """Where a group begins."""
-
     segment: int
     position: int
 
 
 class Segments:
-    """The segments in `folder`, from byte `end` of segment `number` on."""
+    """From byte `end` of segment `number` on."""
 
     def __init__(self, folder: Path, number: int, end: int, fsync: bool = True) -> None:
         self.folder, self.number, self.end, self._fsync = folder, number, end, fsync
@@ -56,7 +51,7 @@ class Segments:
 
     @contextmanager
     def appended(self, groups: Groups) -> Iterator[dict[int, Place]]:
-        """Write `groups`; they count if the block ends without an error. Raises OSError, also for a full disk."""
+        """Write `groups`; they count if the block ends without an error. Raises OSError."""
         before = self.number, self.end
         try:
             places: dict[int, Place] = {}
@@ -65,13 +60,15 @@ class Segments:
             for item, samples in groups.items():
                 size = sum(map(len, samples))
                 if self.end and self.end + size > SEGMENT_BYTES:
-                    self._write(begin, waiting)
+                    if waiting:
+                        self._write(begin, waiting)
                     self._close_file()
                     self.number, self.end, begin, waiting = self.number + 1, 0, 0, []
                 places[item] = Place(self.number, self.end)
                 waiting += samples
                 self.end += size
-            self._write(begin, waiting)
+            if waiting:
+                self._write(begin, waiting)
             yield places
         except BaseException:
             self.number, self.end = before
@@ -86,7 +83,7 @@ class Segments:
         return path_of(self.folder, number)
 
     def missing(self, ends: Mapping[int, int]) -> Path | None:
-        """The first file that does not exist or is shorter than its end."""
+        """The first file that is gone or shorter than its end."""
         for number, end in ends.items():
             path = path_of(self.folder, number)
             if not path.is_file() or path.stat().st_size < end:
@@ -128,8 +125,6 @@ class Segments:
             self._open = None
 
     def _write(self, position: int, samples: Sequence[bytes]) -> None:
-        if not samples:
-            return
         descriptor = self._descriptor()
         if self.end > self._allocated:
             with suppress(OSError):  # the write itself will raise
@@ -183,10 +178,10 @@ class InMemory:
         return Path("memory")
 
     def missing(self, ends: Mapping[int, int]) -> None:
-        """Always None: nothing can be missing in memory."""
+        """Nothing can be missing in memory."""
 
     def keep(self, numbers: Collection[int]) -> None:
-        """Does nothing: all are kept in memory."""
+        """Does nothing."""
 
     def remove(self, numbers: Collection[int]) -> None:
         for number in numbers:
@@ -197,12 +192,10 @@ class InMemory:
 
 
 def folder_of(file: Path) -> Path:
-    """The folder of the segments that belong to an SQLite file."""
     return file.with_name(f"{file.name}-samples")
 
 
 def path_of(folder: Path, number: int) -> Path:
-    """The file of a segment."""
     return folder / f"{number:06}.samples"
 
 
@@ -244,7 +237,7 @@ def reserve() -> Iterator[None]:
 
 
 def _write_rest(descriptor: int, data: bytes, position: int) -> int:
-    """Write what the system left over of a call, as on a nearly full disk; returns the position after it."""
+    """Write what the system left over, as on a nearly full disk; returns the position after it."""
     rest = memoryview(data)
     while rest:
         number = os.pwrite(descriptor, rest, position)
@@ -259,40 +252,3 @@ def _sync_folder(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-Group = Sequence[bytes]
-FREE_AT_ONCE = 8
-"""Groups freed in a turn of the event loop: each has megabytes."""
-
-
-class GroupCache:
-    """The latest groups: most are batched before they would be read back."""
-
-    def __init__(self, max_bytes: int) -> None:
-        self.max_bytes, self.bytes = max_bytes, 0
-        self._groups: dict[int, Group] = {}
-        self._forgotten: list[Group] = []
-
-    def add(self, item: int, group: Group) -> None:
-        self.forget(item)
-        self._groups[item] = group
-        self.bytes += sum(map(len, group))
-        while self.bytes > self.max_bytes:
-            self.forget(next(iter(self._groups)))
-
-    def get(self, item: int) -> Group | None:
-        return self._groups.get(item)
-
-    def release(self, items: Iterable[int]) -> None:
-        """Forget these items. `free` frees their memory later: hundreds at once would take 20 ms."""
-        for item in items:
-            if group := self._groups.get(item):
-                self._forgotten.append(group)
-                self.forget(item)
-
-    def free(self, most: int = FREE_AT_ONCE) -> None:
-        del self._forgotten[-most:]
-
-    def forget(self, item: int) -> None:
-        self.bytes -= sum(map(len, self._groups.pop(item, ())))

@@ -31,7 +31,7 @@ Readable with any SQLite tool, also while the buffer runs:
               attempts, reason, results, samples, changed_at   claims; why given up; JSON by set: figures, answers
     changes   version, key, old, new, changed_at   settings that a new launch changed, and the version reached by then
 
-`pages.py` keeps a CRC32C of each page of the file. After a change by hand a start needs `--accept-loss`.
+`witness.py` keeps a CRC32C of each page of the file. After a change by hand a start needs `--accept-loss`.
 """
 
 APPLICATION, SCHEMA = 0x48445243, 8
@@ -79,18 +79,16 @@ MIGRATIONS = {
     6: "",
     7: "",
 }
-"""Schemas 6 and 7 only keep older releases from samples that they cannot read, schema 8 from pages whose checksums they
-would not note."""
+"""Schemas 6 to 8 only keep older releases from files that they cannot read or would damage."""
 NO_PLACES = "CREATE TEMP VIEW problems AS SELECT *, NULL AS place FROM main.problems"
 NO_ROWS = ROWS.replace("CREATE TABLE", "CREATE TEMP TABLE")
 AS_NOW = {
     3: ("CREATE TEMP VIEW samples AS SELECT *, NULL AS crc32c FROM main.samples", NO_PLACES, NO_ROWS),
     4: (NO_PLACES, NO_ROWS),
 }
-"""For readers of an earlier file: adds what it lacks."""
+"""Adds what an earlier file lacks, for readers."""
 FIRST_COMMIT = "INSERT OR IGNORE INTO meta VALUES ('ledger', ?), ('commits', 0)"
 NEXT_COMMIT = "UPDATE meta SET value = value + 1 WHERE name = 'commits'"
-"""Nearly every transaction writes to this table anyway."""
 COMMITS = "SELECT (SELECT value FROM meta WHERE name = 'ledger'), value FROM meta WHERE name = 'commits'"
 SCALARS = "SELECT name, value FROM meta WHERE typeof(value) = 'integer' AND name <> 'commits'"
 ITEM = """
@@ -103,8 +101,8 @@ ON CONFLICT (item) DO UPDATE SET
     stored_at = CASE WHEN excluded.samples THEN COALESCE(stored_at, excluded.stored_at) END,
     changed_at = excluded.changed_at
 """
-"""Values: the fields of `ItemState`, then leased_at, stored_at, changed_at. Numbered parameters (?1) would raise in
-Python 3.14."""
+"""Values: those of `item_values`, then leased_at, stored_at, changed_at. Numbered parameters (?1) would raise in Python
+3.14."""
 ITEM_STATE = """
 SELECT item, row, epoch, CASE state WHEN 'trained' THEN 'batched' ELSE state END, reason, version, server, lease,
     request, attempts, batch, samples, tokens, sampled, truncated FROM items
@@ -148,11 +146,11 @@ CREATE TABLE IF NOT EXISTS evaluations (
     samples TEXT, changed_at REAL
 )
 """
-"""Made when a ledger is opened: files of earlier releases have none."""
+"""Made when a ledger is opened: earlier files have none."""
 EVALUATION = "INSERT OR REPLACE INTO evaluations VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
 EVALUATED = "SELECT due, state, version, server, attempts, reason, results, '' FROM evaluations"
 KEPT_SAMPLES = 20
-"""Evaluations, the newest and the first, whose samples are kept."""
+"""Evaluations whose samples are kept: the newest, and the first."""
 FORGET_SAMPLES = f"""
 UPDATE evaluations SET samples = '' WHERE samples <> '' AND due <> (SELECT MIN(due) FROM evaluations) AND due NOT IN
     (SELECT due FROM evaluations WHERE state = 'done' ORDER BY due DESC LIMIT {KEPT_SAMPLES})

@@ -1,7 +1,7 @@
 """The store: the ledger in one SQLite file, a transaction for each commit, the samples beside it in segments.
 
-No byte is believed unchecked: a sample has its CRC32C, and so has each page (`pages.py`); rows are compared
-(`opening.py`), and so are the number of commits and the files themselves (`witness.py`).
+No byte is believed unchecked: samples have CRC32Cs; pages, commits and the files themselves are compared
+(`witness.py`), and so are rows (`opening.py`).
 """
 
 import errno
@@ -19,7 +19,7 @@ from google_crc32c import value as crc32c
 
 from buffer.ledger.counts import EXAMPLES
 from buffer.ledger.types import Changes, EvaluationRow, ItemState, Lengths, Saved, Transaction
-from buffer.store import pages, segments, sql, witness
+from buffer.store import segments, sql, witness
 from buffer.store.faults import DamagedSample, StoreError
 from buffer.store.lock import InUse, lock_of, locked
 from buffer.store.opening import (
@@ -33,7 +33,7 @@ from buffer.store.opening import (
     require_whole,
 )
 from buffer.store.segments import Groups, InMemory, Place, Segments
-from buffer.store.write_ahead import log_of
+from buffer.store.witness import log_of
 from configs.resume import Change, Settings
 from configs.variables import open_private, run_folder
 
@@ -41,14 +41,13 @@ log = logging.getLogger(__name__)
 SAMPLES_FIELD = 11
 as_json = json.JSONEncoder(ensure_ascii=False, default=repr).encode
 UNREADABLE = {errno.EIO, errno.ENOENT, errno.EUCLEAN}
-"""Errors that mean that a sample's bytes are lost."""
+"""Then a sample's bytes are lost."""
 
 
 class Store:
     """The ledger on disk, or in memory without `path`. With `fsync` a commit waits for the disk.
 
-    `digest` is of the data, `place` says where a row is. Raises StoreError for a file that is no buffer's, is damaged,
-    in use, or of a run with another `digest`.
+    Raises StoreError for a file that is no buffer's, is damaged, in use, or of a run with another `digest` of its data.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class Store:
     ) -> None:
         self.path, self._problems, self._place = path, problems, place
         self._witness: witness.Witness | None = None
-        self._sums: pages.PageSums | None = None
+        self._sums: witness.PageSums | None = None
         with ExitStack() as ends, explained(path):
             if path:
                 ends.callback(os.close, _locked(path))
@@ -75,7 +74,7 @@ class Store:
                 self._sums = opened_sums(path, fsync)
                 ends.callback(self._sums.close)
                 if known:
-                    witness.Witness(path, known).close()  # without the CRC32C of the file that an earlier release left
+                    witness.Witness(path, known).close()  # forget the file's CRC32C, which an earlier release left
             self._db = opened(path, fsync, self._sums)
             ends.callback(close, self._db, self._sums)
             self._require_same_problems(digest)
@@ -83,7 +82,7 @@ class Store:
                 self._open_witness(path, known)
                 self._sums.follow()
                 copy_log_at(self._db, LOG_PAGES)
-            self.files = witness.SameFiles([path, log_of(path), pages.file_of(path)] if path else [])
+            self.files = witness.SameFiles([path, log_of(path), witness.sums_of(path)] if path else [])
             self._segments = self._opened_segments(fsync)
             ends.callback(self._segments.close)
             self._known_rows: set[int] = set()
@@ -122,7 +121,7 @@ class Store:
             self._db.execute("INSERT OR REPLACE INTO meta VALUES ('settings', ?)", [json.dumps(settings)])
 
     def _opened_segments(self, fsync: bool) -> Segments | InMemory:
-        """Raises StoreError if a file that holds named samples is missing."""
+        """Raises StoreError if a file with named samples is missing."""
         if not self.path:
             return InMemory()
         known = {number: (size, live) for number, size, live in self._db.execute("SELECT * FROM segments")}
@@ -140,7 +139,7 @@ class Store:
         """What `Ledger.restore` needs. Raises StoreError if the file is damaged."""
         with explained(self.path):
             scalars = dict(self._db.execute(sql.SCALARS))
-            items = tuple(ItemState(*row) for row in self._db.execute(sql.KEPT, [scalars.get("oldest", 0)]))
+            items = tuple(ItemState.of(row) for row in self._db.execute(sql.KEPT, [scalars.get("oldest", 0)]))
             totals = {(what, which): Lengths(*sums) for what, which, *sums in self._db.execute("SELECT * FROM totals")}
             failed = tuple(self._db.execute(sql.FAILED_ROWS, [EXAMPLES]))
             evaluations = tuple(EvaluationRow(*row) for row in self._db.execute(sql.EVALUATED))
@@ -150,7 +149,7 @@ class Store:
 
     def closed(self, item: int) -> ItemState | None:
         row = self._db.execute(sql.CLOSED, [item]).fetchone()
-        return ItemState(*row) if row else None
+        return ItemState.of(row) if row else None
 
     def commit(self, transaction: Transaction) -> None:
         """Write all of the transaction or, with sqlite3.Error or OSError raised, nothing."""
@@ -212,12 +211,12 @@ class Store:
             self._db.executemany(statement, rows)
 
     def group(self, item: int) -> list[bytes]:
-        """The packed samples of a group; empty if it has none any more. Raises DamagedSample."""
+        """The packed samples of a group, [] if there are none any more. Raises DamagedSample."""
         rows = self._db.execute(sql.GROUP, [item]).fetchall()
         return self._read(item, 0, rows) if rows else []
 
     def samples(self, item: int, indexes: Sequence[int]) -> list[bytes]:
-        """Some packed samples of a group. Raises DamagedSample."""
+        """Raises DamagedSample."""
         rows = self._db.execute(sql.GROUP, [item]).fetchall()
         if len(indexes) == len(rows):
             return self._read(item, 0, rows)
@@ -240,7 +239,7 @@ class Store:
         return dict(self._db.execute(sql.UNTRAINED))
 
     def bytes_batched_since(self, version: int) -> dict[int, int]:
-        """Bytes of samples by item, for batch `version` and all later batches."""
+        """By item, for batch `version` and all later ones."""
         return dict(self._db.execute(sql.BATCHED_SINCE, [version]))
 
     def close(self) -> None:
@@ -283,7 +282,8 @@ class Store:
         if self._sums:
             self._sums.note()
         if self._witness:
-            self._witness.note()
+            with suppress(OSError):  # the commit is done; the next one writes its number
+                self._witness.note()
 
 
 def reading(path: Path) -> sqlite3.Connection:
@@ -323,7 +323,7 @@ def _witnessed(path: Path) -> witness.Commits | None:
 
 
 def _locked(path: Path) -> int:
-    """Lock a file beside it: closing the ledger's own would end SQLite's locks."""
+    """Closing a lock on the ledger's own file would end SQLite's locks."""
     try:
         run_folder(path.parent)
         return locked(lock_of(path))

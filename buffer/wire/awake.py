@@ -10,11 +10,11 @@ from typing import Any
 
 TICK_S = 0.5
 STOPPED_S = 1.0
-"""A longer time between two looks: the process was stopped, or too busy to listen."""
+"""A longer time between two looks means that the process could not listen."""
 
 
 class AwakeClock:
-    """Counts the seconds in which the process was awake. Somebody must read it every TICK_S: `tick` does."""
+    """Seconds in which the process was awake. Somebody must read it every TICK_S: `tick` does."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic, self._stopped_s, self._seen_at = monotonic, 0.0, monotonic()

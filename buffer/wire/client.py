@@ -4,17 +4,17 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from concurrent.futures import Future, wait
+from concurrent.futures import FIRST_COMPLETED, Future, wait
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from buffer.keys import ClientKeys
 from buffer.ledger.types import FailureKind
 from buffer.wire import protocol
-from buffer.wire.connection import Connection, MessageTooLarge, ProtocolFault, RefusedError
+from buffer.wire.connection import Connection, MessageTooLarge, RefusedError
 from buffer.wire.protocol import EvaluationResult, Part, SetResult, WorkItem
 from buffer.wire.sample import Sample
-from configs.entrypoint import made_progress, unless
+from configs.entrypoint import made_progress
 
 __all__ = ["Connection", "LearnerClient", "MessageTooLarge", "RefusedError", "RolloutClient", "heartbeats"]
 T = TypeVar("T")
@@ -23,8 +23,6 @@ CLOSE_S = 30.0
 
 
 class RolloutClient:
-    """`server_version` returns the policy version of the engine."""
-
     def __init__(self, client: Connection, server_version: Callable[[], int]) -> None:
         self.client, self._version = client, server_version
         self.holding: set[int] = set()
@@ -33,14 +31,13 @@ class RolloutClient:
         self.learner_waits = False
         self.evaluating: int | None = None
         self.evaluation_due, self.evaluation_over = asyncio.Event(), asyncio.Event()
-        """An evaluation may be claimed; the one that this server makes is no longer its own."""
         self._requests = 0
         self._asking: asyncio.Task[list[WorkItem] | None] | None = None
 
     async def ask(self, room: int) -> list[WorkItem] | None:
         """Up to `room` items, at least one; None: there will be no more. One call at a time.
 
-        A cancelled call loses nothing: its items are returned by the next one.
+        A cancelled call loses nothing: the next one returns its items.
         """
         if self._asking is None:
             self._asking = asyncio.create_task(self._ask(room))
@@ -50,15 +47,13 @@ class RolloutClient:
 
     async def _ask(self, room: int) -> list[WorkItem] | None:
         items: list[WorkItem] = []
-        while not items:  # of those that there were, no image could be read
+        while not items:  # images of all items could not be read
             self._requests += 1
             ask = protocol.Ask(request=self._requests, version=self._version(), room=room)
-            answer = await self.client.request(ask)
+            answer = await self.client.expect(ask, protocol.Work, protocol.Finished)
             if isinstance(answer, protocol.Finished):
                 self.finished = answer
                 return None
-            if not isinstance(answer, protocol.Work):
-                raise ProtocolFault.of(ask, answer)
             items = answer.items
         self.holding.update(item.lease for item in items)
         return items
@@ -101,7 +96,7 @@ class RolloutClient:
         return news.revoked
 
     async def claim(self, version: int) -> int | None:
-        """The evaluation of `version` that this server is to make, named by when it was due."""
+        """The evaluation of `version` that this server is to make, by when it was due."""
         self.evaluating = (await self.client.expect(protocol.Evaluate(version=version), protocol.Due)).due
         self.evaluation_over.clear()
         return self.evaluating
@@ -113,7 +108,7 @@ class RolloutClient:
         return stored
 
     async def leave(self) -> None:
-        """What this server still has, and what a pending Ask would bring, goes to others."""
+        """What this server has, and what a pending Ask would bring, goes to others."""
         if self._asking:
             self._asking.cancel()  # else it is repeated, and lets this server in again
         await self.client.expect(protocol.Goodbye(), protocol.Ack)
@@ -140,7 +135,7 @@ async def heartbeats(
 
 
 class LearnerClient:
-    """Blocking calls from any thread. Raises RefusedError, and TimeoutError after `timeout_s` without an answer."""
+    """Blocking calls from any thread. Raises RefusedError, and TimeoutError after `timeout_s`."""
 
     def __init__(
         self,
@@ -160,20 +155,18 @@ class LearnerClient:
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="batches", daemon=True)
         self._thread.start()
-        self._client: Connection | None = None
         self._trained: Future[protocol.Ack] | None = None
         self.finished: protocol.Finished | None = None
         self._results: SimpleQueue[EvaluationResult] = SimpleQueue()
         self._fetching: Future[None] | None = None
         self._new = 0
-        """First new batch: to train an older one again is no progress."""
-        self._stopped = asyncio.Event()
-
-        async def connect() -> Connection:
-            return await Connection(address, name, "learner", fingerprint, serves, keys=keys).__aenter__()
-
+        """To train an older batch again is no progress."""
+        self._stopped = Future[None]()
+        self.client = Connection(address, name, "learner", fingerprint, serves, keys=keys)
+        self._is_connected = False
         try:
-            self._client = self._wait(connect(), "Hello")
+            self._wait(self.client.__aenter__(), "Hello")
+            self._is_connected = True
         except BaseException:
             self.close()
             raise
@@ -187,17 +180,15 @@ class LearnerClient:
 
     def take(self, version: int) -> Part | None:
         """This rank's part; None: there will be none, as `finished` or `stop` says."""
-        if self._stopped.is_set():
+        if self._stopped.done():
             return None
         if self._trained and self._trained.done():
             self._trained.result()  # raises what the buffer refused
         take = protocol.Take(version=version, rank=self.rank, world=self.world, share_prompts=self.share_prompts)
-        answer = self._wait(self.client.request(take), "Take")
+        answer = self._wait(self.client.expect(take, Part, protocol.Finished), "Take")
         if isinstance(answer, protocol.Finished):
             self.finished = answer
             return None
-        if answer is not None and not isinstance(answer, Part):
-            raise ProtocolFault.of(take, answer)
         return answer
 
     def quarantine(self, item: int, reason: str) -> None:
@@ -205,35 +196,38 @@ class LearnerClient:
         self._wait(self.client.expect(protocol.Quarantine(item=item, reason=reason), protocol.Ack), "Quarantine")
 
     def try_alone(self, version: int, item: int | None) -> None:
-        """Item None: this learner has tried all."""
         self._wait(self.client.expect(protocol.Trial(version=version, item=item), protocol.Ack), "Trial")
 
     def stop(self) -> None:
-        """From now on `rewind` returns 0, `take` None and `last_evaluations` what has come, also where they wait. A
-        signal's handler may call it: nothing is raised into what it interrupts."""
-        self._loop.call_soon_threadsafe(self._stopped.set)
+        """From now on `rewind` returns 0, `take` None and `last_evaluations` what has come, also where they wait.
+
+        A signal's handler may call it: nothing is raised into what it interrupts.
+        """
+        self._loop.call_soon_threadsafe(self._note_stop)
+
+    def _note_stop(self) -> None:
+        if not self._stopped.done():
+            self._stopped.set_result(None)
 
     def trained(self, version: int, oldest_kept: int) -> None:
         """Does not wait for the answer: should it be lost with this process, the learner rewinds. The next call, or
         `close`, raises what the buffer refused."""
         if self._trained and self._trained.done():
-            self._trained.result()  # raises what the buffer refused
+            self._trained.result()
         trained = protocol.Trained(version=version, oldest_kept=oldest_kept)
         if version >= self._new:
             made_progress()
         self._trained = asyncio.run_coroutine_threadsafe(self.client.expect(trained, protocol.Ack), self._loop)
 
     def follow_evaluations(self, known: Sequence[int]) -> None:
-        """`known`: when the evaluations were due whose results are not fetched."""
+        """`known`: evaluations whose results are not fetched, by when they were due."""
         self._fetching = asyncio.run_coroutine_threadsafe(self._fetch(list(known)), self._loop)
 
     async def _fetch(self, known: list[int]) -> None:
         while True:
-            answer = await self.client.request(wanted := protocol.Results(known=known))
+            answer = await self.client.expect(protocol.Results(known=known), EvaluationResult, protocol.Ack)
             if isinstance(answer, protocol.Ack):
                 return
-            if not isinstance(answer, EvaluationResult):
-                raise ProtocolFault.of(wanted, answer)
             known.append(answer.due)
             self._results.put(answer)
 
@@ -248,11 +242,6 @@ class LearnerClient:
         if self._fetching:
             await asyncio.shield(asyncio.wrap_future(self._fetching))
 
-    @property
-    def client(self) -> Connection:
-        assert self._client, "closed"
-        return self._client
-
     def close(self) -> None:
         """Waits up to CLOSE_S for the answer to the last Trained."""
         if not self._thread.is_alive():
@@ -265,14 +254,13 @@ class LearnerClient:
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join()
         self._loop.close()
-        self._client = None
         if trained and answered:
             trained.result()
 
     async def _end(self) -> None:
         given_up = asyncio.all_tasks() - {asyncio.current_task()}
-        if self._client:
-            await self._client.__aexit__()
+        if self._is_connected:
+            await self.client.__aexit__()
         for task in given_up:
             task.cancel()
         await asyncio.gather(*given_up, return_exceptions=True)
@@ -284,20 +272,24 @@ class LearnerClient:
         self.close()
 
     def _wait(self, work: Coroutine[Any, Any, T], what: str) -> T | None:
-        future = asyncio.run_coroutine_threadsafe(unless(self._stopped, work), self._loop)
+        """None once `stop` was called."""
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        either: list[Future[Any]] = [future, self._stopped]
         try:
-            return future.result(self.timeout_s)
-        except TimeoutError:
-            raise TimeoutError(
-                f"{what}: the buffer at {self.address} gave no answer in {self.timeout_s:g} s; {self._reason(what)}"
-            ) from None
+            done, _ = wait(either, self.timeout_s, FIRST_COMPLETED)
+            if future.done():
+                return future.result()
+            if done:
+                return None
+            late = f"the buffer at {self.address} gave no answer in {self.timeout_s:g} s"
+            raise TimeoutError(f"{what}: {late}; {self._reason(what)}")
         finally:
             future.cancel()
 
     def _reason(self, what: str) -> str:
-        if not self._client:
+        if not self._is_connected:
             return "is it running? (`python -m buffer CONFIG`)"
-        status = self._client.expect(protocol.Status(), protocol.State)
+        status = self.client.expect(protocol.Status(), protocol.State)
         answer = asyncio.run_coroutine_threadsafe(status, self._loop)
         try:
             state = answer.result(2.0)

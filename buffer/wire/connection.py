@@ -1,4 +1,4 @@
-"""`Connection`: one process's connection to the buffer.
+"""One process's connection to the buffer.
 
 A request is repeated until it is answered: on a new connection, when the buffer has restarted, and every now and then
 in between. There is no timeout.
@@ -13,7 +13,7 @@ import uuid
 from collections.abc import AsyncGenerator
 from contextlib import aclosing, suppress
 from dataclasses import dataclass
-from typing import Literal, TypeVar
+from typing import Literal, TypeVar, overload
 
 import zmq
 import zmq.asyncio
@@ -25,10 +25,11 @@ from buffer.wire.protocol import ANSWERS, PROTOCOL, Again, Hello, Later, NotRegi
 
 log = logging.getLogger(__name__)
 MAX_RETRY = 12
-"""Longest time after which a request is repeated, in units of `retry_s`."""
+"""In units of `retry_s`."""
 ANEW = 6
-"""Repeated Hellos until the socket connects anew: a handshake may be on its way at a busy buffer."""
+"""Repeated Hellos until the socket connects anew: a busy buffer may be slow to shake hands."""
 Answer = TypeVar("Answer", bound=Message)
+Other = TypeVar("Other", bound=Message)
 
 # Both ends leave dead networks to the kernel. No ZMQ_HEARTBEAT_IVL at either: libzmq 4.3.5 aborts the buffer where its
 # own timer, or the ping of a client, meets a connection that broke while RCVHWM stopped its reading, as when a client
@@ -41,7 +42,7 @@ DEAD_NETWORK = {
     zmq.TCP_MAXRT: 15000,  # ms that sent bytes may stay unacknowledged
 }
 OPTIONS = {
-    zmq.IMMEDIATE: 1,  # queue nothing while unconnected: unanswered requests are sent again on the next connection
+    zmq.IMMEDIATE: 1,  # unanswered requests are sent again on the next connection
     zmq.LINGER: 0,
     zmq.SNDHWM: 0,
     zmq.RCVHWM: 0,
@@ -58,15 +59,14 @@ LOST: dict[int, str] = {
 
 
 async def broken(socket: zmq.asyncio.Socket) -> AsyncGenerator[int, None]:
-    """The file descriptor of each connection of `socket` that breaks: the kernel reports at once when a process
-    ends."""
+    """The file descriptor of each connection that breaks: the kernel reports at once when a process ends."""
     async with aclosing(events_of(socket, zmq.EVENT_DISCONNECTED)) as events:
         async for _, descriptor in events:
             yield descriptor
 
 
 async def events_of(socket: zmq.asyncio.Socket, kinds: int) -> AsyncGenerator[tuple[int, int], None]:
-    """Kind and file descriptor of each event of these kinds at a connection of `socket`, until cancelled."""
+    """Kind and file descriptor of each event of these kinds, until cancelled."""
     monitor = socket.get_monitor_socket(kinds)
     try:
         while True:
@@ -78,8 +78,6 @@ async def events_of(socket: zmq.asyncio.Socket, kinds: int) -> AsyncGenerator[tu
 
 
 class RefusedError(RuntimeError):
-    """The buffer refused a request; `reason` is one line for people."""
-
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
         self.reason = reason
@@ -97,20 +95,18 @@ class ProtocolFault(RuntimeError):
 
 
 class MessageTooLarge(RefusedError):
-    """A message above `buffer.max_message_mib`, which was not sent."""
+    """Above `buffer.max_message_mib`; not sent."""
 
 
 @dataclass
 class PendingAnswer:
-    """A request that was sent, and its answer."""
-
     frame: Frame
     answer: "asyncio.Future[Message]"
     is_put_off: bool = False
 
 
 class Dealer:
-    """The socket: one process, one `identity`, through all connections."""
+    """One process, one `identity`, through all connections."""
 
     def __init__(self, identity: str) -> None:
         self.socket = zmq.asyncio.Context().socket(zmq.DEALER)
@@ -125,8 +121,7 @@ class Dealer:
         self.socket.connect(endpoint(address, keys.folder))
 
     def connect_anew(self, address: str, keys: ClientKeys) -> None:
-        """libzmq does not connect again by itself once a handshake was refused, or the other end said something else
-        than ZMTP."""
+        """libzmq does not connect again by itself after a refused handshake, or one with another program."""
         with suppress(zmq.ZMQError):  # that it is not connected to it
             self.socket.disconnect(endpoint(address, keys.folder))
         self.socket.connect(endpoint(address, keys.folder))
@@ -152,7 +147,7 @@ class Dealer:
 
 
 class Connection:
-    """An async context manager, entered once the buffer has said Welcome. Raises RefusedError."""
+    """Entered once the buffer has said Welcome. Raises RefusedError."""
 
     def __init__(
         self,
@@ -209,7 +204,12 @@ class Connection:
         finally:
             self._dealer.close()
 
-    async def request(self, message: Message) -> Message:
+    @overload
+    async def expect(self, message: Message, kind: type[Answer], /) -> Answer: ...
+    @overload
+    async def expect(self, message: Message, kind: type[Answer], other: type[Other], /) -> Answer | Other: ...
+    async def expect(self, message: Message, /, *kinds: type[Message]) -> Message:
+        """Return the answer, of one of these kinds. Raises RefusedError, ProtocolFault."""
         if self._fatal:
             raise self._fatal
         frame = pack(number := next(self._numbers), message)
@@ -229,15 +229,11 @@ class Connection:
                 wait_s = min(2 * wait_s, MAX_RETRY * self.retry_s)
                 if self._welcomed.is_set() and not pending.is_put_off:
                     self._dealer.send(frame)
-            return answer.result()
         finally:
             del self._pending[number]
-
-    async def expect(self, message: Message, kind: type[Answer]) -> Answer:
-        answer = await self.request(message)
-        if not isinstance(answer, kind):
-            raise ProtocolFault.of(message, answer)
-        return answer
+        if not isinstance(found := answer.result(), kinds):
+            raise ProtocolFault.of(message, found)
+        return found
 
     def _say_hello(self) -> None:
         self._welcomed.clear()

@@ -1,5 +1,4 @@
-"""Reads from ZeroMQ's monitor which connections of a socket were made and which have ended: a peer that is killed is
-missed at once."""
+"""Reads from ZeroMQ's monitor which connections of a socket were made and which have ended."""
 
 import struct
 

@@ -8,6 +8,7 @@ import json
 import logging
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
+from operator import attrgetter
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 from buffer.data.image_rows import ImageUnavailable
@@ -15,10 +16,10 @@ from buffer.data.images import ImageError
 from buffer.ledger import reasons
 from buffer.ledger.evaluations import Standing
 from buffer.ledger.rules import Ledger
-from buffer.ledger.types import SampleStats, Transaction, server_name
+from buffer.ledger.types import NO_CHANGES, Transaction, server_name
 from buffer.store.sqlite import Store
 from buffer.wire import protocol
-from buffer.wire.batches import UntrainedGroups
+from buffer.wire.batches import WARN_S, ServedRows, UntrainedGroups
 from buffer.wire.limits import Limits
 from buffer.wire.message import Message
 from buffer.wire.peers import Peer, Peers
@@ -38,7 +39,6 @@ from buffer.wire.protocol import (
     WorkItem,
 )
 from buffer.wire.sample import stats_of
-from buffer.wire.served_rows import WARN_S, ServedRows
 from buffer.wire.values import WrongValue
 from configs.resume import Change
 
@@ -46,12 +46,12 @@ log = logging.getLogger(__name__)
 M = TypeVar("M", bound=Message, contravariant=True)
 ACCEPTED = Stored(accepted=True)
 HOLD_S = 2.0
-"""Pause before an item whose images could not be read is tried again."""
+"""Pause after images that could not be read."""
 
 
 class AwaitedNews(NamedTuple):
-    """What parked requests wait for: while one request gets no answer, neither do others that wait for the same; of
-    Asks `AskVerb.admits` decides."""
+    """What parked requests wait for: while one gets no answer, neither do others with the same; of Asks
+    `AskVerb.admits` decides."""
 
     kind: str
     version: int = -1
@@ -60,10 +60,8 @@ class AwaitedNews(NamedTuple):
 
 
 class ParkableVerb(Protocol[M]):
-    """A kind of request that may have to wait."""
-
     def answer(self, peer: Peer, request: M, now: float) -> Message | None:
-        """The answer, or None: try again when `Handlers.revision` has moved."""
+        """None: try again when `revision_of` has moved."""
 
     def waits_for(self, peer: Peer, request: M) -> AwaitedNews:
         pass
@@ -73,7 +71,7 @@ class ParkableVerb(Protocol[M]):
 
 
 class AskVerb:
-    """A server asks for work: parked until there is an item for it."""
+    """Parked until there is an item for the server."""
 
     def __init__(self, ledger: Ledger, rows: ServedRows) -> None:
         self._ledger, self._rows = ledger, rows
@@ -169,40 +167,34 @@ class TakeVerb:
 
 
 class PutVerb:
-    """A server hands over a group: parked while the byte budget is full."""
+    """Parked while the byte budget is full."""
 
     def __init__(self, ledger: Ledger, groups: UntrainedGroups, rows: ServedRows, limits: Limits) -> None:
         self._ledger, self._groups, self._rows, self._limits = ledger, groups, rows, limits
         self._unfit, self._logged_at = 0, -math.inf
 
     def answer(self, peer: Peer, put: Put, now: float) -> Stored | None:
-        try:
-            figures = self._judged(put)
-        except WrongValue as error:
-            return self._refused(peer, put, error, now)
+        """Judges a group once, when there is room for it."""
         if self._groups.full:
             return None
-        item = self._ledger.state.items.get(put.item)
+        item, what = self._ledger.state.items.get(put.item), f"item {put.item}"
+        try:
+            if len(put.samples) != self._limits.samples:
+                raise WrongValue(what, f"{len(put.samples)} samples, batch.samples is {self._limits.samples}")
+            figures = stats_of(put.item, put.samples, self._limits.bounds)
+            shown = max([sample.row_images for sample in figures])
+            if shown and item and shown > (has := len(self._rows.images_of(item.row))):
+                problem = f"a sample shows {shown} images of row {item.row}, which has {has}"
+                raise WrongValue("images", problem).within(what)
+        except WrongValue as error:
+            return self._refused(peer, put, error, now)
         is_leased = item is not None and item.state == "leased"
         refusal = self._ledger.put(peer.key, put.item, put.lease, figures, now)
-        if item and is_leased and refusal is None:  # else it is a repetition
+        if item and is_leased and refusal is None:  # else a repetition
             self._groups.add(put.item, put.samples, figures, item.state == "stored")
         return ACCEPTED if refusal is None else Stored(accepted=False, reason=refusal)
 
-    def _judged(self, put: Put) -> list[SampleStats]:
-        if len(put.samples) != self._limits.samples:
-            what = f"{len(put.samples)} samples, batch.samples is {self._limits.samples}"
-            raise WrongValue(f"item {put.item}", what)
-        if not (figures := put.figures):
-            figures += stats_of(put.item, put.samples, self._limits.bounds)
-        shown, known = max([sample.row_images for sample in figures]), self._ledger.state.items.get(put.item)
-        if shown and known and shown > (has := len(self._rows.images_of(known.row))):
-            what = f"a sample shows {shown} images of row {known.row}, which has {has}"
-            raise WrongValue("images", what).within(f"item {put.item}")
-        return figures
-
     def _refused(self, peer: Peer, put: Put, error: WrongValue, now: float) -> Stored:
-        """The server goes on."""
         reason = str(error)
         self._ledger.fail(peer.key, put.item, put.lease, reason, now, kind=error.kind)
         self._unfit += 1
@@ -221,7 +213,7 @@ class PutVerb:
 
 
 class WhereVerb:
-    """A server asks for the learner's weights wire: parked until there is another one than it knows."""
+    """Parked until there is another weights wire than the server knows."""
 
     def __init__(self, peers: Peers) -> None:
         self._peers = peers
@@ -258,15 +250,20 @@ class ResultsVerb:
         return reasons.for_results(self._ledger)
 
 
+revision_of: Callable[["Handlers"], tuple[int, ...]] = attrgetter(
+    *("ledger.state.revision", "ledger.evaluations.revision", "peers.revision", "groups.revision"),
+    *("rows.returns", "rows.made.num_made"),
+)
+"""Moves when something changed that a parked request may wait for."""
+
+
 def finished(ledger: Ledger) -> Finished | None:
-    """The answer to a request that waits for work or for a batch, once there will be none."""
+    """The answer once there will be no more work or batches."""
     outcome = ledger.view.outcome()
     return Finished(outcome=outcome, why=reasons.ended(ledger), last=ledger.view.reach.last) if outcome else None
 
 
 class Handlers:
-    """`problems` are the rows of the data set."""
-
     def __init__(self, ledger: Ledger, store: Store, problems: Sequence[Mapping[str, Any]], limits: Limits) -> None:
         self.ledger, self.store, self._limits = ledger, store, limits
         self.peers, self.rows = Peers(ledger, limits), ServedRows(problems)
@@ -280,45 +277,18 @@ class Handlers:
             protocol.Results: ResultsVerb(ledger),
             protocol.Ask: self.ask,
         }
-        self._at_once: dict[type[Message], Callable[[Peer, Any, float], Message]] = {
+        self.answers: dict[type[Message], Callable[[Peer, Any, float], Message | None]] = {
+            **{kind: verb.answer for kind, verb in self.verbs.items()},
             protocol.Fail: self._fail, protocol.Rewind: self._rewind, protocol.Trained: self._trained,
             protocol.Quarantine: self._quarantine, protocol.Trial: self._trial, protocol.Evaluate: self._evaluate,
             protocol.Evaluated: self._evaluated, protocol.Goodbye: self._goodbye, protocol.Scale: self._scale,
             protocol.Kept: self._note_kept,
         }  # fmt: skip
+        """By kind of request."""
         self.kept: protocol.Kept | None = None
         self._noted: list[Change] = []
         self._void_before: int | None = None
         self._ended: str | None = None
-        self._next_end: tuple[tuple[int, int], float | None] = (-1, -1), None
-        """Revision and next lease at the last `Ledger.expire`, and what it returned."""
-
-    @property
-    def revision(self) -> int:
-        """Moves whenever something changed that a parked request may wait for."""
-        return self.ledger.revision + self.peers.revision + self.groups.revision + self.rows.revision
-
-    def answer(self, peer: Peer, number: int, message: Message, now: float) -> Message | None:
-        if verb := self.verbs.get(type(message)):
-            return verb.answer(peer, message, now)
-        if isinstance(message, protocol.Heartbeat):
-            return self._heartbeat(peer, number, message, now)
-        return self._at_once[type(message)](peer, message, now)
-
-    def expire(self, now: float) -> float | None:
-        """End what ends by the clock; returns when to call again."""
-        ledger, (number, due) = self.ledger, self._next_end
-        # Ledger.expire looks at every server. It has nothing to do where nothing has moved: heartbeats only put off
-        # when the next lease ends, and everything else moves one of two numbers.
-        if number != (ledger.revision, ledger.state.next_lease) or (due is not None and now >= due):
-            due = ledger.expire(now)
-            self._next_end = (ledger.revision, ledger.state.next_lease), due
-        ends = [
-            due,
-            self.rows.expire(now) if self.rows.away else None,
-            self.peers.expire(now) if self.peers.broken else None,
-        ]
-        return min((end for end in ends if end is not None), default=None)
 
     def changes(self) -> Transaction | None:
         changes = self.ledger.drain()
@@ -330,14 +300,14 @@ class Handlers:
         payloads = self.groups.written(changes)
         void_before, self._void_before = self._void_before, None
         noted, self._noted = tuple(self._noted), []
-        return Transaction(changes, payloads, void_before, noted) if changes or noted else None
+        return Transaction(changes, payloads, void_before, noted) if noted or changes != NO_CHANGES else None
 
     def _fail(self, peer: Peer, fail: protocol.Fail, now: float) -> Message:
         how = fail.reason, now, fail.permanent, fail.returned, fail.failure_kind
         self.ledger.fail(peer.key, fail.item, fail.lease, *how)
         return protocol.Ack()
 
-    def _heartbeat(self, peer: Peer, number: int, beat: protocol.Heartbeat, now: float) -> Message:
+    def heartbeat(self, peer: Peer, number: int, beat: protocol.Heartbeat, now: float) -> Message:
         revoked: list[int] = []
         standing: Standing = "none"
         if number >= peer.beat:
@@ -369,7 +339,7 @@ class Handlers:
     def _trained(self, peer: Peer, trained: protocol.Trained, now: float) -> Message:
         if trained.oldest_kept > trained.version + 1:
             raise ValueError(f"Trained({trained.version}): no checkpoint {trained.oldest_kept} can be yet")
-        self.groups.trained(self.ledger.batches.trained(trained.version))
+        self.groups.forget(self.ledger.batches.trained(trained.version))
         if trained.oldest_kept > (before := self.ledger.state.oldest):
             oldest = self.ledger.batches.prune(trained.oldest_kept)
             if self._limits.keep == "checkpoints" and oldest > before:

@@ -8,8 +8,6 @@ from buffer.wire.values import ANY, Bounds
 
 @dataclass(frozen=True)
 class Limits:
-    """`samples` is the size of a group, `max_bytes` the budget of untrained samples."""
-
     run: str
     fingerprint: str
     samples: int

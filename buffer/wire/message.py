@@ -1,8 +1,8 @@
-"""What messages are made of: the base model, bounds of fields, tensors, packing and the limits of unpacking.
+"""What messages are made of: base model, bounds of fields, tensors, packing.
 
 A message is one ZeroMQ frame of MessagePack: a map with `kind` (the name of the model), `id` (repeated in the answer)
-and the fields of the model. Each field is bounded. Texts that explain something to people are cut, not refused: a long
-explanation must not end the process that gives it.
+and the fields of the model. Each field is bounded. Texts for people are cut, not refused: a long explanation must not
+end the process that gives it.
 """
 
 import math
@@ -22,9 +22,9 @@ MOST_RANKS = 2**16
 MOST_WORKERS = 4096
 MOST_NAMED = 2**14
 MOST_HELD = 2**16
-"""Leases that one server holds, and samples of a group."""
+"""Leases of a server, samples of a group."""
 MOST_STATS = 256
-"""Every answer to `Status` repeats these figures for each server."""
+"""Every answer to `Status` repeats them for each server."""
 MOST_RESULTS = 2**18
 LIMITS: dict[str, Any] = {
     "strict_map_key": False,
@@ -34,7 +34,7 @@ LIMITS: dict[str, Any] = {
 }
 Frame = bytes | memoryview
 TEXT: dict[str, Any] = {"unicode_errors": "backslashreplace"}
-"""Users' code and policies may write half a surrogate pair, where an escape is good enough."""
+"""Users' code and policies may write half a surrogate pair."""
 FRAME_BYTES = 2**16
 """Mean size of byte strings that travel as frames: smaller ones are copied sooner."""
 
@@ -45,12 +45,11 @@ NAMES: dict[Any, Dtype] = {np.dtype(name): name for name in get_args(Dtype)}
 
 
 def written(text: Any) -> Any:
-    """Half surrogate pairs, which UTF-8 cannot hold, become escapes."""
     return text.encode("utf-8", "backslashreplace").decode() if isinstance(text, str) else text
 
 
 def cut(text: Any, most: int = TEXT_LENGTH) -> Any:
-    """`text` as `written`, without what is beyond `most` characters; anything else as it is."""
+    """`text` as `written`, at most `most` characters; anything else as it is."""
     return f"{text[: most - 3]}..." if isinstance(text := written(text), str) and len(text) > most else text
 
 
@@ -79,16 +78,10 @@ ByLabel = Annotated[dict[Label, T], Field(max_length=MOST_KEYS)]
 
 
 class Message(BaseModel):
-    """Frozen, no unknown fields, numbers as numbers and bytes as bytes."""
-
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True, arbitrary_types_allowed=True)
 
     FRAMED: ClassVar[str] = ""
-    """Name of the list of byte strings that may travel as frames."""
-
-    def size_hint(self) -> int:
-        """An upper bound of the packed bytes of megabytes, else 0: the message is packed in place, not grown."""
-        return 0
+    """Name of the list of byte strings that may travel as frames; such a message has megabytes."""
 
 
 class Array(Message):
@@ -107,7 +100,6 @@ class Array(Message):
 
     @classmethod
     def of(cls, array: np.ndarray) -> "Array":
-        """Raises ValidationError for a dtype that does not travel."""
         array = np.ascontiguousarray(array).astype(array.dtype.newbyteorder("<"), copy=False)
         name: Any = NAMES.get(array.dtype) or array.dtype.name
         return cls(dtype=name, shape=list(array.shape), data=array.tobytes())
@@ -117,12 +109,10 @@ class Array(Message):
 
 
 def pack(number: int, message: Message) -> Frame:
-    """One message as one frame."""
     fields = {"kind": type(message).__name__, "id": number, **message.model_dump()}
-    size = message.size_hint()
-    if not size:
+    if not message.FRAMED:
         return bytes(msgpack.packb(fields, **TEXT))
-    packer = msgpack.Packer(autoreset=False, buf_size=size, **TEXT)
+    packer = msgpack.Packer(autoreset=False, **TEXT)  # without a copy at the end
     packer.pack(fields)
     return memoryview(packer.getbuffer())
 
@@ -137,7 +127,7 @@ def pack_frames(number: int, message: Message) -> list[Frame]:
 
 
 def unpack(data: Frame, kinds: dict[str, type[Message]], large: Sequence[bytes] = ()) -> tuple[int, Message]:
-    """Undo `pack`, or `pack_frames`. Raises ValueError, in one line."""
+    """Undo `pack` or `pack_frames`. Raises ValueError, in one line."""
     fields = open_map(data)
     if large:
         kind = kinds.get(str(fields.get("kind")))
@@ -151,7 +141,6 @@ def unpack(data: Frame, kinds: dict[str, type[Message]], large: Sequence[bytes] 
 
 
 def validate(fields: dict[str, Any], kinds: dict[str, type[Message]]) -> Message:
-    """The message that `fields` describe, `kind` among them."""
     kind = fields.pop("kind", None)
     if not isinstance(kind, str) or kind not in kinds:
         raise ValueError(f"not a message of this wire: kind {str(kind)[:40]!r}")
@@ -174,7 +163,7 @@ def number_of(data: Frame) -> int:
 
 
 def open_map(data: Frame) -> dict[str, Any]:
-    """Fields that are not yet validated. Raises ValueError, in one line."""
+    """Fields that are not validated. Raises ValueError, in one line."""
     try:
         fields = msgpack.unpackb(data, **LIMITS)
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:  # TypeError: a list as a key
@@ -185,7 +174,7 @@ def open_map(data: Frame) -> dict[str, Any]:
 
 
 def in_words(error: ValidationError) -> str:
-    """The first thing that is wrong, in one line: where, and what."""
+    """Where and what the first fault is, in one line."""
     first = error.errors(include_url=False, include_input=False)[0]
     where = ".".join(map(str, first["loc"]))[:80]
     return f"{where}: {first['msg'][:200]}".replace("\n", " ")

@@ -16,23 +16,19 @@ from buffer.wire.quotas import MOST_OBSERVERS, Remembered, crowded, longest_sile
 
 log = logging.getLogger(__name__)
 LOOKERS = ("launcher", "observer")
-"""Roles of which several processes may have one name, and which need no config of the run."""
+"""Several of them may have one name, and need no config of the run."""
 OBSERVER_S = 60
 RECONNECT_GRACE = 0.25
 """Time to come back, as a share of a lease: more than a heartbeat."""
 ANONYMOUS_PREFIX = b"\0"
-"""First byte of identities that ZeroMQ makes, as for a connection whose client has opened another one under the same
-identity."""
+"""First byte of identities that ZeroMQ makes, as for a connection whose client has opened another one."""
 
 
 @dataclass
 class Peer:
-    """A process that said Hello."""
-
     hello: protocol.Hello
     heard: float
     beat: int = 0
-    """An older Heartbeat is ignored."""
     stats: dict[str, float] = field(default_factory=dict)
     broke: float | None = None
     world: int | None = None
@@ -52,10 +48,9 @@ class Peers:
         self.left: list[bytes] = []
         """Identities whose requests may be forgotten."""
         self.revision = 0
-        """Moves whenever who came or went may bring an answer."""
+        """Moves when who came or went may bring an answer."""
         self.weights: str | None = None
         self._named: defaultdict[tuple[str, str], set[bytes]] = defaultdict(set)
-        """By name and role."""
         self._roles: Counter[str] = Counter()
         self._replaced: Remembered[str] = Remembered(MOST_RANKS)
         self._starts: defaultdict[str, int] = defaultdict(count().__next__)
@@ -64,8 +59,10 @@ class Peers:
         """When the leases of a server with a broken connection end."""
 
     def hello(self, identity: bytes, hello: protocol.Hello, now: float) -> protocol.Welcome:
-        """Let a process in, in place of an earlier one of its name. Raises ValueError, which shows a process of another
-        config nothing of the run's."""
+        """Let a process in, in place of an earlier one of its name.
+
+        Raises ValueError, which shows a process of another config nothing of the run's.
+        """
         self._require_of_this_run(hello)
         welcome, twins = protocol.Welcome(max_message=self._limits.max_message), self._twins(identity, hello)
         if identity.startswith(ANONYMOUS_PREFIX) and any(not twin.startswith(ANONYMOUS_PREFIX) for twin in twins):
@@ -75,7 +72,7 @@ class Peers:
         for twin in twins:
             self._drop(twin)  # a process has one connection, and the end of an earlier one ends nothing
         self._replace(hello, now)
-        if hello.role == "learner" and hello.token not in self._starts:  # a new start: all ranks end and start together
+        if hello.role == "learner" and hello.token not in self._starts:  # all ranks end and start together
             self._starts[hello.token]
             while len(self._starts) > MOST_RANKS:
                 del self._starts[next(iter(self._starts))]
@@ -111,7 +108,6 @@ class Peers:
         return known is None or known.hello != hello
 
     def _crowded(self, identity: bytes, hello: protocol.Hello) -> str:
-        """Observers make room."""
         if known := self.known.get(identity):
             return renamed(hello.name, known.hellos) if known.hello != hello else ""
         number = self._roles[hello.role]
@@ -132,7 +128,7 @@ class Peers:
         for identity in [identity for identity, due in self.broken.items() if now >= due]:
             del self.broken[identity]
             peer = self.known.get(identity)
-            if peer and peer.broke is not None:  # else it was replaced, or has sent something since
+            if peer and peer.broke is not None:  # else it has sent something since
                 log.info("%s broke its connection and did not come back: its leases end", peer.hello.name)
                 self._ledger.lose(peer.key, "its server ended", now)
         return min(self.broken.values(), default=None)

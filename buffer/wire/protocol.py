@@ -1,24 +1,16 @@
-"""The samples wire: the requests of rollout servers, learner and observers, and the buffer's answers.
+"""The samples wire: all requests and answers. docs/design/samples-wire.md says what they mean in sequence.
 
-A client repeats a request, with the same `id`, until it is answered: each request is idempotent. The buffer parks a
-request that cannot be answered yet. docs/design/samples-wire.md says what the messages mean in sequence.
-
-    rollout:  Hello -> Welcome   Where -> WeightsAddress   Ask -> Work | Finished   Put -> Stored   Fail -> Ack
-              Heartbeat -> News   Evaluate -> Due   Evaluated -> Stored   Goodbye -> Ack
-    learner:  Hello -> Welcome   Rewind -> Rewound   Take -> Part | Finished   Trained -> Ack
-              Quarantine -> Ack   Trial -> Ack   Results -> EvaluationResult | Ack
-    launcher: Scale -> Ack   Kept -> Ack
-    anybody:  Status -> State    and whatever is wrong -> Refused;  NotRegistered: say Hello first, then repeat
+A client repeats a request, with the same `id`, until it is answered: each request is idempotent. The buffer parks what
+cannot be answered yet, and answers what is wrong with Refused.
 """
 
-from functools import cached_property
 from typing import Annotated, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, FiniteFloat
 
 from buffer.data.servable import MOST_KEYS
 from buffer.ledger.types import FailureKind as FailureKind  # part of the wire
-from buffer.ledger.types import Outcome, SampleStats
+from buffer.ledger.types import Outcome
 from buffer.wire.message import (
     MOST_RANKS,
     Array,
@@ -42,7 +34,6 @@ from buffer.wire.message import (
 )
 
 PROTOCOL = 14
-OVERHEAD_PER_ROW = 256
 MOST_REASON = 1000
 LAUNCHER: Literal["launcher"] = "launcher"
 OBSERVER: Literal["observer"] = "observer"
@@ -58,12 +49,9 @@ class WorkItem(Message):
     version: Count
     """The group's age counts from here."""
     problem: Row
-    """Its `images` are encoded files."""
 
 
 class Waiter(Message):
-    """Who waits in the buffer, for what, and for how long."""
-
     who: Name
     kind: Name
     why: Text
@@ -74,25 +62,24 @@ class Waiter(Message):
 
 
 class Hello(Message):
-    """First message of a process. `token` is new at each start; under a known name it ends the old one's leases."""
+    """First message of a process. A new `token` under a known name ends the old one's leases."""
 
     name: Name
     token: Name
     role: Literal["rollout", "learner", "launcher", "observer"]
     protocol: Count
     fingerprint: Name
-    """Empty for launchers and observers."""
     serves: LongName | None = None
 
 
 class Where(Message):
-    """Asks for the learner's weights wire. Parked until there is one other than `known`."""
+    """Parked until the weights wire is another than `known`."""
 
     known: LongName | None = None
 
 
 class Ask(Message):
-    """Asks for up to `room` items. Parked until there is work; a repeated `request` gets the same work."""
+    """Parked until there is work for up to `room` items; a repeated `request` gets the same work."""
 
     request: Count
     version: Count
@@ -106,14 +93,9 @@ class Put(Message):
     lease: Count
     samples: Held[bytes]
 
-    @cached_property
-    def figures(self) -> list[SampleStats]:
-        """Set when the samples are judged. A private attribute would take pydantic ten times as long."""
-        return []
-
 
 class Fail(Message):
-    """`permanent`: no other attempt can do better. `returned`: the server drains; the attempt does not count."""
+    """`permanent`: no other attempt can do better. `returned`: the attempt does not count."""
 
     item: Count
     lease: Count
@@ -124,8 +106,6 @@ class Fail(Message):
 
 
 class Heartbeat(Message):
-    """The server is alive and works on the leases `holding`."""
-
     version: Count
     holding: Held[Count]
     stats: Stats = Field(default_factory=dict)
@@ -133,23 +113,18 @@ class Heartbeat(Message):
 
 
 class Evaluate(Message):
-    """Is the server to evaluate `version` before it loads newer ones?"""
-
     version: Count
 
 
 class SetResult(Message):
-    """What came of one set."""
-
     figures: Figures
-    """By name, as in `mean@8`."""
     reasons: Few[Text] = Field(default_factory=list)
     examples: Few[Row] = Field(default_factory=list)
     """`problem` (the row), `answer`, `reward`, `finish`."""
 
 
 class Evaluated(Message):
-    """The server has made the evaluation `due`, all of it under `version`."""
+    """The evaluation `due` was made, all of it under `version`."""
 
     due: Count
     version: Count
@@ -157,17 +132,17 @@ class Evaluated(Message):
 
 
 class Results(Message):
-    """Parked until an evaluation that is not `known` has ended; Ack: there will be no more."""
+    """Parked until an evaluation ends that is not `known`; Ack: there will be no more."""
 
     known: Known[Count]
 
 
 class Goodbye(Message):
-    """What the server still has goes to others, and counts no attempt."""
+    """What the server has goes to others, and counts no attempt."""
 
 
 class Rewind(Message):
-    """Batches from `version` on are to be served again, the same groups in each."""
+    """Batches from `version` on are to be served again, with the same groups."""
 
     version: Count
 
@@ -179,35 +154,33 @@ class Take(Message):
     rank: Count
     world: Annotated[int, Field(ge=1, le=MOST_RANKS)]
     share_prompts: bool = False
-    """Each prompt is computed once on a rank, so the parts are to have whole groups."""
+    """Each prompt is computed once on a rank: parts are to have whole groups."""
 
 
 class Trained(Message):
-    """Batches before `oldest_kept`, the oldest checkpoint's version, may go."""
+    """Batches before `oldest_kept`, the oldest checkpoint, may go."""
 
     version: Count
     oldest_kept: Count
 
 
 class Quarantine(Message):
-    """The group of `item` cannot be trained: its batch is to be served without it."""
-
     item: Count
     reason: Annotated[str, BeforeValidator(written), Field(max_length=MOST_REASON)]
     """One line."""
 
 
 class Trial(Message):
-    """The learner tries this group of a suspect batch by itself; null: it has tried all. If the learner ends meanwhile,
-    that group is the culprit."""
+    """The learner tries this group of a suspect batch by itself; null: it has tried all. If it ends meanwhile, that
+    group is the culprit."""
 
     version: Count
     item: Count | None
 
 
 class Scale(Message):
-    """Null servers: as many as the run file says. Refused beyond what the launcher can keep. A `rule` changes nothing
-    while a person's number holds."""
+    """Null: as many as the run file says. Refused beyond what the launcher can keep. A `rule` changes nothing while a
+    person's number holds."""
 
     servers: Annotated[int, Field(ge=1, lt=2**62)] | None
     by: Literal["person", "rule"] = "person"
@@ -247,7 +220,7 @@ class Work(Message):
 
 
 class Stored(Message):
-    """`accepted` is false for a group whose lease moved on: the answer is final."""
+    """Not `accepted`: the lease moved on, and the answer is final."""
 
     accepted: bool
     reason: Text = ""
@@ -260,7 +233,7 @@ class Later(Message):
 
 
 class Again(Message):
-    """A Put that was answered with `Later` is to be repeated."""
+    """The Put is to be repeated."""
 
     pass
 
@@ -270,18 +243,16 @@ class Ack(Message):
 
 
 class News(Message):
-    """What a server should know by now."""
-
     revoked: Many[Count]
     """Leases whose generations may be aborted."""
     learner_waits: bool
-    """More sequences at a time would bring the next batch sooner."""
+    """More sequences would bring the next batch sooner."""
     evaluation: Literal["none", "due", "over"] = "none"
     """`due`: the server may claim an evaluation. `over`: the one that it makes is no longer its own."""
 
 
 class Due(Message):
-    """The evaluation to make, by the version at which it was due."""
+    """Named by the version at which it was due."""
 
     due: Count | None
 
@@ -297,8 +268,6 @@ class EvaluationResult(Message):
 
 
 class Rewound(Message):
-    """`replay`: batches that will be served again as they were."""
-
     replay: Count
 
 
@@ -313,18 +282,18 @@ class SampleRows(Message):
     """Trainable tokens."""
     truncated: Array
     metrics: ByLabel[Array]
-    """float64, NaN for samples without that metric."""
+    """float64; NaN: none."""
 
 
 class RowImages(Message):
-    """The images of an item's row that its samples do not carry."""
+    """Images of a row that its samples do not carry."""
 
     item: Count
     images: Held[bytes]
 
 
 class Part(Message):
-    """The samples of a rank, and the figures of all samples of the batch. Counts are of the run so far."""
+    """The samples of a rank, and the figures of the whole batch. Counts are of the run so far."""
 
     version: Count
     rank: Count
@@ -337,69 +306,57 @@ class Part(Message):
     failed: Count = 0
     dropped: Count = 0
     retried: Count = 0
-    """Groups that were not made at the first attempt."""
     generated: Count = 0
     running: Count = 0
     """Sequences when the batch was cut; `places`: how many could run."""
     places: Count = 0
     restored: Count = 0
     reached: Count = 0
-    """A token whose version is above `restored` and at most `reached` may come from a policy that a rewind undid."""
+    """A token of a version above `restored`, up to `reached`, may come from a policy that a rewind undid."""
     quarantined: Count = 0
     flat_groups: Count = 0
     new_groups: Count = 0
-    """Groups made since the batch before; 0 if a later batch was formed, or the buffer started, since."""
+    """Made since the batch before; 0 if a later batch was formed, or the buffer started, since."""
     problems: ByLabel[Count] = Field(default_factory=dict)
     suspect: bool = False
     """Starts of the learner ended with this batch: its groups are to be tried one by one."""
     FRAMED: ClassVar[str] = "samples"
 
-    def size_hint(self) -> int:
-        files = [len(data) + OVERHEAD_PER_ROW for row in self.images for data in row.images]
-        return sum(map(len, self.samples)) + sum(files) + OVERHEAD_PER_ROW * (int(self.rows.item.shape[0]) + 1)
-
 
 class Finished(Message):
-    """The run is over."""
-
     outcome: Outcome
     why: Report
-    """Several lines for people."""
     last: Count | None = None
 
 
 class State(Message):
-    """The ledger in numbers and the parked requests."""
-
     version: Count
-    """Next batch to be formed."""
+    """The next batch."""
     trained: VersionOrNone
     """-1 before the first batch."""
     counts: ByLabel[Count]
     """By state: leased, stored, batched, trained, waiting, dropped."""
     dropped: ByLabel[Count]
     failed: ByLabel[Count] = Field(default_factory=dict)
-    """Attempts by `KIND: REASON`; returned ones do not count."""
+    """Attempts by `KIND: REASON`."""
     recent_failed: ByLabel[Count] = Field(default_factory=dict)
     recent_groups: ByLabel[Count] = Field(default_factory=dict)
-    """Groups since the last batch: `varied`, and by reason those that a filter left out."""
+    """Groups since the last batch: `varied`, and by reason those left out."""
     retried: Count = 0
     problems: ByLabel[Count] = Field(default_factory=dict)
-    """Rows by band: `unseen`, `unsolved`, `between`, `solved`; `left_out`, in no band; with `data.difficulty` also
-    `retired`."""
+    """Rows by band: `unseen`, `unsolved`, `between`, `solved`; `left_out`; with `data.difficulty` also `retired`."""
     left_out: Few[Text] = Field(default_factory=list)
-    """File and line of each row, and why every attempt at it failed."""
+    """Place of each row, and why every attempt failed."""
     ended: Report = ""
     lengths: ByLabel[Few[Count]] = Field(default_factory=dict)
-    """[groups, samples, tokens, sampled, truncated] by what became of them: `generated`, `trained`, `dropped: REASON`,
-    `discarded: REASON`."""
+    """[groups, samples, tokens, sampled, truncated] by `generated`, `trained`, `dropped: REASON`, `discarded:
+    REASON`."""
     ages: Annotated[dict[Count, Count], Field(max_length=MOST_KEYS)]
-    """Trained groups by age."""
     bytes_stored: Count
     servers: ByName[Row]
     """Version, leases held, `silent_s`, stats; `gone_s`, seconds since it ended."""
     learner_gone_s: FiniteFloat | None = None
-    """Seconds since the learner, or a rank of it, ended."""
+    """Since a rank ended."""
     waiters: Many[Waiter]
     errors: Count
     evaluation: Text = ""
@@ -411,8 +368,6 @@ class State(Message):
 
 
 class Refused(Message):
-    """`reason` is one line for people: what, which value, what to do."""
-
     reason: Text
 
 

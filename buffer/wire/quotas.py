@@ -1,4 +1,4 @@
-"""How much one process may ask of the buffer. Honest clients stay far below each of these numbers."""
+"""How much one process may ask of the buffer. Honest clients stay far below."""
 
 from collections.abc import Hashable, Iterable
 from typing import Generic, TypeVar
@@ -6,7 +6,7 @@ from typing import Generic, TypeVar
 from buffer.wire.message import MOST_NAMED, MOST_RANKS
 
 MOST_OBSERVERS = 256
-"""The observer that was silent for longest makes room, and says Hello again if it lives."""
+"""The one silent for longest makes room, and says Hello again if it lives."""
 MOST_PEERS = {"rollout": MOST_NAMED, "learner": MOST_RANKS, "launcher": MOST_OBSERVERS, "observer": MOST_OBSERVERS}
 MOST_HELLOS = 16
 MOST_PUTS = 4096
@@ -16,8 +16,6 @@ K = TypeVar("K", bound=Hashable)
 
 
 class Remembered(Generic[K]):
-    """The latest keys that were added, `most` of them."""
-
     def __init__(self, most: int) -> None:
         self._most = most
         self._keys: dict[K, None] = {}
@@ -51,5 +49,4 @@ def renamed(name: str, hellos: int) -> str:
 
 
 def longest_silent(heard: Iterable[tuple[float, bytes]], number: int) -> list[bytes]:
-    """The `number` identities whose last message is the oldest."""
     return [identity for _, identity in sorted(heard)[:number]]

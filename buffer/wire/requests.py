@@ -1,18 +1,18 @@
 """The pending requests: each one is taken to its answer, or parked until something changed that it may wait for.
 
-`server.py` calls `receive` for each message, then `retry`, commits `Handlers.changes`, and only then sends `answers`.
-Thousands may be parked: the first of those that wait for the same speaks for all of them while it gets no answer.
+`server.py` calls `receive` for each message, then `retry`, commits `Handlers.changes`, and only then sends `out`.
+Thousands may be parked: the first of those that wait for the same speaks for all of them.
 """
 
 import logging
 import math
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 
 from buffer.wire import protocol, status
-from buffer.wire.handlers import AwaitedNews, Handlers
+from buffer.wire.handlers import AwaitedNews, Handlers, revision_of
 from buffer.wire.message import Frame, Message, number_of, pack, pack_frames, unpack
 from buffer.wire.quotas import MOST_PENDING, MOST_PUTS
 from configs.flow.capacity import PARKED_BYTES
@@ -29,7 +29,6 @@ VERBS: dict[str, tuple[str, ...]] = {
     "launcher": ("Hello", "Status", "Scale", "Kept"),
     "observer": ("Hello", "Status"),
 }
-"""By role of the key. A process may also say Hello as an observer."""
 OWNER = {"rollout": "rollout servers", "learner": "the learner", "launcher": "the launcher and `actors scale`"}
 
 
@@ -51,7 +50,6 @@ def refusal(role: str, said: str | None, message: Message) -> str | None:
 
 
 def table() -> list[str]:
-    """The table in docs/design/samples-wire.md."""
     verbs = dict.fromkeys(verb for verbs in VERBS.values() for verb in verbs)
     rows = [[f" `{verb}` ", *(" yes " if verb in allowed else " " for allowed in VERBS.values())] for verb in verbs]
     head = [" request ", *(f" `{role}` " for role in VERBS)]
@@ -60,41 +58,31 @@ def table() -> list[str]:
 
 @dataclass
 class PendingRequest:
-    """A request without an answer yet, and whom to give it to."""
-
     identity: bytes
     number: int
     message: Message
     since: float
+    kind: str
+    key: Key
     place: int = 0
     wait: AwaitedNews | None = None
     """None unless it is parked."""
 
-    def __post_init__(self) -> None:
-        self.kind = type(self.message).__name__
-        self.key: Key = (self.identity, "Ask" if self.kind == "Ask" else self.number)
-        """A server has one Ask at a time."""
-
 
 class ParkedRequests:
-    """In the order in which they came."""
-
     def __init__(self) -> None:
         self.by_key: dict[Key, PendingRequest] = {}
-        self._groups: defaultdict[AwaitedNews, dict[Key, PendingRequest]] = defaultdict(dict)
+        self.by_wait: defaultdict[AwaitedNews, dict[Key, PendingRequest]] = defaultdict(dict)
         self._of: defaultdict[tuple[bytes, str], dict[Key, PendingRequest]] = defaultdict(dict)
         self._places = count()
 
-    def add(self, request: PendingRequest, wait: AwaitedNews) -> None:
-        """A request that is parked, or replaces another, keeps its place."""
+    def add(self, request: PendingRequest, wait: AwaitedNews) -> list[PendingRequest]:
+        """A request that is parked, or replaces another, keeps its place. Returns the oldest ones beyond its quota."""
         known = self.pop(request.key)
         request.place, request.wait = known.place if known else next(self._places), wait
-        for group in self.by_key, self._groups[wait], self._of[request.identity, request.kind]:
+        own = self._of[request.identity, request.kind]
+        for group in self.by_key, self.by_wait[wait], own:
             group[request.key] = request
-
-    def beyond_quota(self, request: PendingRequest) -> list[PendingRequest]:
-        """The oldest requests, where there are too many."""
-        own = self._of.get((request.identity, request.kind), {})
         return list(own.values())[: max(0, len(own) - MOST_PENDING.get(request.kind, len(own)))]
 
     def pop(self, key: Key) -> PendingRequest | None:
@@ -102,22 +90,19 @@ class ParkedRequests:
             return None
         wait, request.wait, own = request.wait, None, (request.identity, request.kind)
         assert wait
-        del self._groups[wait][key], self._of[own][key]
-        if not self._groups[wait]:
-            del self._groups[wait]
+        del self.by_wait[wait][key], self._of[own][key]
+        if not self.by_wait[wait]:
+            del self.by_wait[wait]
         if not self._of[own]:
             del self._of[own]
         return request
 
-    def waits(self, kind: str = "", but: str = "") -> list[AwaitedNews]:
-        return [wait for wait in self._groups if (wait.kind == kind if kind else wait.kind != but)]
-
     def of(self, waits: Iterable[AwaitedNews]) -> list[tuple[AwaitedNews, PendingRequest]]:
-        found = [(wait, request) for wait in waits for request in self._groups.get(wait, {}).values()]
+        found = [(wait, request) for wait in waits for request in self.by_wait.get(wait, {}).values()]
         return sorted(found, key=lambda pair: pair[1].place)
 
     def __iter__(self) -> Iterator[PendingRequest]:
-        return (request for _, request in self.of(self._groups))
+        return (request for _, request in self.of(self.by_wait))
 
 
 class DelayedPuts:
@@ -125,10 +110,10 @@ class DelayedPuts:
 
     def __init__(self) -> None:
         self.requests: dict[Key, tuple[PendingRequest, int]] = {}
-        """Each with the size of the dropped group."""
+        """With the size of the dropped group."""
         self._number_of: Counter[bytes] = Counter()
         self.asked_for: dict[Key, tuple[float, int]] = {}
-        """When it was asked for, and its size."""
+        """When, and its size."""
 
     def add(self, request: PendingRequest, put: protocol.Put) -> protocol.Later:
         """Raises ValueError beyond MOST_PUTS."""
@@ -172,8 +157,6 @@ class DelayedPuts:
 
 
 class PendingRequests:
-    """All requests of one buffer that have no answer yet, and the answers that are to be sent."""
-
     def __init__(self, handlers: Handlers, max_message: int) -> None:
         self.handlers, self.max_message = handlers, max_message
         self.errors: Counter[str] = Counter()
@@ -183,10 +166,10 @@ class PendingRequests:
         self.unsent_bytes = 0
         """Large answers on their way share PARKED_BYTES with the groups."""
         self._delayed = DelayedPuts()
-        self._tried = -1
+        self._tried: tuple[int, ...] = ()
         self._postponed = False
-        """A part waited when the last turn ended."""
-        self._out: list[tuple[Frame, ...]] = []
+        self.out = deque[tuple[Frame, ...]]()
+        """Answers, sent once `changes` are committed."""
 
     def receive(self, frames: Sequence[Frame], now: float, role: str) -> None:
         """Apply one message, `[identity, frame]`. Whatever is wrong with it is answered with Refused."""
@@ -205,9 +188,14 @@ class PendingRequests:
             return self._refuse(identity, number, type(message).__name__, reason, now)
         if peer:
             peer.heard, peer.broke = now, None
-        if isinstance(message, protocol.Put):
-            self._delayed.note_arrival((identity, number))
-        self._try(self._replace_older(PendingRequest(identity, number, message, now)), now)
+        kind = type(message).__name__
+        key = (identity, "Ask" if kind == "Ask" else number)  # a server has one Ask at a time
+        if self._delayed.requests or self._delayed.asked_for:
+            self._delayed.note_arrival(key)
+        request = PendingRequest(identity, number, message, now, kind, key)
+        if older := self._parked.by_key.get(key):
+            request = self._replaced(older, request)
+        self._try(request, now)
         if isinstance(message, protocol.Heartbeat) and peer and (ask := self._parked.by_key.get((identity, "Ask"))):
             self._park(ask)  # its server may run another version by now
         if self.handlers.peers.left:
@@ -215,33 +203,37 @@ class PendingRequests:
 
     def expire(self, now: float) -> float | None:
         """End what ends by the clock; returns when to call again."""
-        ends = [self.handlers.expire(now), self._delayed.expire(now) if self._delayed.asked_for else None]
+        handlers, ends = self.handlers, [self.handlers.ledger.expire(now)]
+        if handlers.rows.away:
+            ends.append(handlers.rows.expire(now))
+        if handlers.peers.broken:
+            ends.append(handlers.peers.expire(now))
+        if self._delayed.asked_for:
+            ends.append(self._delayed.expire(now))
         return min((end for end in ends if end is not None), default=None)
 
     def retry(self, now: float) -> None:
-        """The oldest first, until none changes anything for the others."""
+        """The oldest first, until nothing changes for the others."""
         again = self._postponed
-        while again or self._tried != self.handlers.revision:
-            again, self._tried = False, self.handlers.revision
-            for wait in self._parked.waits(but="Ask"):
-                self._retry_alike(wait, now)
-            self._retry_asks(now)
-        if self._delayed.requests and not self.handlers.groups.full and not self._parked.waits("Put"):
+        while again or self._tried != revision_of(self.handlers):
+            again, self._tried = False, revision_of(self.handlers)
+            for wait in [wait for wait in self._parked.by_wait if wait.kind != "Ask"]:
+                for _, request in self._parked.of([wait]):
+                    self._try(request, now)
+                    if request.wait is not None:
+                        break  # the others wait for the same
+            if asks := [wait for wait in self._parked.by_wait if wait.kind == "Ask"]:
+                self._retry_asks(asks, now)
+        is_full = self.handlers.groups.full or AwaitedNews("Put") in self._parked.by_wait
+        if self._delayed.requests and not is_full:
             for request in self._delayed.ask_for(now):
                 if request.identity in self.handlers.peers.known:
-                    self._answer(request, protocol.Again())
+                    self.out.append((request.identity, pack(request.number, protocol.Again())))
         self._postponed = self.handlers.groups.turn.postponed
 
-    def _retry_alike(self, wait: AwaitedNews, now: float) -> None:
-        for _, request in self._parked.of([wait]):
-            self._try(request, now)
-            if request.wait is not None:
-                return
-
-    def _retry_asks(self, now: float) -> None:
-        waits, closed = self._parked.waits("Ask"), -1
-        newest = max((wait.version for wait in waits), default=-1)
-        if newest < 0 or not self.handlers.ask.admits(newest):
+    def _retry_asks(self, waits: Sequence[AwaitedNews], now: float) -> None:
+        closed, newest = -1, max(wait.version for wait in waits)
+        if not self.handlers.ask.admits(newest):
             return
         for wait, request in self._parked.of(waits):
             if wait.version <= closed:
@@ -251,21 +243,14 @@ class PendingRequests:
             elif (closed := wait.version) == newest:
                 return
 
-    def answers(self) -> list[tuple[Frame, ...]]:
-        out, self._out = self._out, []
-        return out
-
-    def _replace_older(self, request: PendingRequest) -> PendingRequest:
+    def _replaced(self, older: PendingRequest, request: PendingRequest) -> PendingRequest:
         """A repeated request keeps its place; an older Ask gets empty Work."""
-        older = self._parked.by_key.get(request.key)
-        if older is None:
-            return request
         if older.number == request.number:
             return older
         assert isinstance(older.message, protocol.Ask) and isinstance(request.message, protocol.Ask)
         if older.message.request > request.message.request:
             older, request = request, older
-        self._answer(older, protocol.Work(items=[]))
+        self.out.append((older.identity, pack(older.number, protocol.Work(items=[]))))
         return request
 
     def _try(self, request: PendingRequest, now: float) -> None:
@@ -279,26 +264,30 @@ class PendingRequests:
                 answer = protocol.NotRegistered()
             elif isinstance(message, protocol.Status):
                 answer = status.state(handlers, self._waiters(now), self.errors.total(), now)
+            elif isinstance(message, protocol.Heartbeat):
+                answer = handlers.heartbeat(peer, request.number, message, now)
             elif isinstance(message, protocol.Put) and handlers.groups.full and not self._has_place(request, message):
                 answer = self._delayed.add(request, message)
             else:
-                answer = handlers.answer(peer, request.number, message, now)
+                answer = handlers.answers[type(message)](peer, message, now)
         except ValueError as error:
             self._unpark(request)
             return self._refuse(request.identity, request.number, request.kind, str(error), now)
         if answer is not None:
             self._unpark(request)
-            return self._answer(request, answer)
-        self._park(request)
-        for older in self._parked.beyond_quota(request):
+            self.out.append((request.identity, *pack_frames(request.number, answer)))
+            return
+        for older in self._park(request):
             self._unpark(older)
 
-    def _park(self, request: PendingRequest) -> None:
+    def _park(self, request: PendingRequest) -> list[PendingRequest]:
         peer = self.handlers.peers.known[request.identity]
         if isinstance(request.message, protocol.Put) and request.wait is None:
             self.parked_bytes += _size(request.message)
-        self._parked.add(request, self.handlers.verbs[type(request.message)].waits_for(peer, request.message))
+        waits_for = self.handlers.verbs[type(request.message)].waits_for(peer, request.message)
+        too_many = self._parked.add(request, waits_for)
         self._note_learner(request)
+        return too_many
 
     def _has_place(self, request: PendingRequest, put: protocol.Put) -> bool:
         return request.wait is not None or self.parked_bytes + self.unsent_bytes + _size(put) <= PARKED_BYTES
@@ -312,8 +301,8 @@ class PendingRequests:
     def _note_learner(self, request: PendingRequest) -> None:
         """A Take of a batch that is not formed yet lets Puts in."""
         if isinstance(request.message, protocol.Take):
-            waits, groups = self._parked.waits("Take"), self.handlers.groups
-            is_waiting = any(not self.handlers.take.is_formed(wait.version) for wait in waits)
+            takes, groups = [wait for wait in self._parked.by_wait if wait.kind == "Take"], self.handlers.groups
+            is_waiting = any(not self.handlers.take.is_formed(wait.version) for wait in takes)
             groups.revision += is_waiting and not groups.learner_waiting
             groups.learner_waiting = is_waiting
 
@@ -324,15 +313,12 @@ class PendingRequests:
                 self._unpark(request)
         self._delayed.forget(left)
 
-    def _answer(self, request: PendingRequest, answer: Message) -> None:
-        self._out.append((request.identity, *pack_frames(request.number, answer)))
-
     def _refuse(self, identity: bytes, number: int, what: str, reason: str, now: float) -> None:
         self.errors[what] += 1
         if now >= self._logged_at.get(what, -math.inf) + REPEAT_S:  # a flood must not fill the disk
             self._logged_at[what] = now
             log.warning("refused %s, %d since the start: %s", what, self.errors[what], reason)
-        self._out.append((identity, pack(number, protocol.Refused(reason=reason))))
+        self.out.append((identity, pack(number, protocol.Refused(reason=reason))))
 
     def _waiters(self, now: float) -> list[protocol.Waiter]:
         """The launcher asks each second, so one reason is put in words once for thousands."""
@@ -340,7 +326,7 @@ class PendingRequests:
         for request in (*self._parked, *self._delayed):
             peer, message = self.handlers.peers.known.get(request.identity), request.message
             if peer is None or (isinstance(message, protocol.Results) and not is_finished):
-                continue  # the learner asks for results in advance and waits for nothing
+                continue  # it asks in advance and waits for nothing
             verb = self.handlers.verbs[type(message)]
             alike = verb.waits_for(peer, message), self.handlers.ask.differs_by(peer)
             why = whys.get(alike) or whys.setdefault(alike, verb.why(peer, message))

@@ -1,12 +1,19 @@
-"""The buffer's ZeroMQ socket: a ROUTER, and the events of its connections."""
+"""The buffer's ZeroMQ socket: a ROUTER, the events of its connections, and what one connection may hold.
+
+`ZMQ_MAXMSGSIZE` holds for a whole socket, so half a message of a stranger could reserve as much memory as a group. The
+kernel counts the bytes of each connection (TCP_INFO); one that brings more than its role may send is closed.
+"""
 
 import asyncio
+import logging
 import os
+import socket
 import struct
 import weakref
-from collections import deque
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from math import inf
 
 import numpy as np
 import zmq
@@ -15,23 +22,35 @@ from zmq.auth.thread import ThreadAuthenticator
 
 from buffer.curve import LOCAL, LOCK, endpoint, judge_connections, split
 from buffer.keys import ServerKeys
+from buffer.resources import OpenFiles
 from buffer.store.lock import InUse, locked
 from buffer.wire.connection import DEAD_NETWORK
-from buffer.wire.connections import ConnectionLimits, ConnectionTracker, UnsentAnswers
 from buffer.wire.message import Frame
-from buffer.wire.peers import Peer
-from configs.flow.capacity import COMMIT_BYTES, IN_FLIGHT_BYTES
+from configs.flow.capacity import COMMIT_BYTES, IN_FLIGHT_BYTES, OWN_FILES
 
+log = logging.getLogger(__name__)
+UNKNOWN_BYTES = 2**16
+"""Bytes before a Hello is read."""
+SMALL_BYTES = 2**22
+HELLO_S = 60.0
+FRAME_OVERHEAD = 64
+"""Most bytes of the wire beside a message, with CURVE."""
+UNSENT_BYTES = 32 * 2**20
+KEPT_FILES = OWN_FILES // 2
+"""Kept for the disk: below, connections without a Hello are closed."""
+REPEAT_S = 10.0
+BYTES_RECEIVED = 128
+"""Offset in Linux's `struct tcp_info`."""
 MAX_MESSAGES = 1024
 COPY_BELOW = 2**16
-"""Bytes; larger answers are sent without a copy."""
+"""Larger answers are sent without a copy."""
 
 OPTIONS = {
     zmq.ROUTER_HANDOVER: 1,  # a client that reconnects keeps its identity
     # Small answers that one client has not read. Its connection is closed when it asks for more: an answer that was
     # dropped, and a group that was to be sent again, would be missed.
     zmq.SNDHWM: 2048,
-    # Most messages of one client that wait to be read: a group has megabytes, and there are thousands of servers.
+    # Unread messages of one client: a group has megabytes, and there are thousands of servers.
     # One place is for the ZAP domain, so the end of a connection is noticed although two messages wait.
     zmq.RCVHWM: 3,
     zmq.LINGER: 1000,
@@ -42,7 +61,7 @@ CONNECTIONS = zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED
 
 
 class ListenError(ValueError):
-    """The address cannot be listened on; the text names it and the remedy."""
+    """The text names the address and the remedy."""
 
     pass
 
@@ -55,24 +74,23 @@ class Router:
         context = zmq.asyncio.Context()
         self._socket = context.socket(zmq.ROUTER)
         self.plain: zmq.Socket[bytes] = zmq.Socket.shadow(self._socket)
-        """For calls that do not wait: a future for each message would cost more."""
+        """For calls that do not wait: futures would cost more."""
         self._auth: ThreadAuthenticator | None = None
         self._lock: int | None = None
         """ZeroMQ would take the path of the Unix socket from another buffer."""
         self.unsent, self.limits, self._tracker = UnsentAnswers(), ConnectionLimits(), ConnectionTracker()
         self.strangers = asyncio.Event()
-        """Set while a process has not said Hello."""
         self.events_read: deque[tuple[int, int]] = deque()
         self._heard: dict[bytes, int] = {}
-        """File descriptors of identities that sent something since the last look."""
+        """File descriptors of those that sent something since the last look."""
         self._socket.monitor("inproc://connections", CONNECTIONS)
         self._monitor = context.socket(zmq.PAIR)
         self._monitor.setsockopt(zmq.RCVHWM, 0)  # ZeroMQ's thread would wait until there is room for an event
         self._monitor.connect("inproc://connections")
         self.events: zmq.Socket[bytes] = zmq.Socket.shadow(self._monitor)
         self.poller = zmq.asyncio.Poller()
-        for socket in self._socket, self._monitor:
-            self.poller.register(socket, zmq.POLLIN)
+        for polled in self._socket, self._monitor:
+            self.poller.register(polled, zmq.POLLIN)
         for option, value in OPTIONS.items():
             self._socket.setsockopt(option, value)
         self._socket.setsockopt(zmq.ROUTER_MANDATORY, 1)  # sending raises where a client does not read
@@ -142,16 +160,19 @@ class Router:
             frames: list[Frame] = [who, *[frame.buffer for frame in rest]]
             received.append((str(identity.get("User-Id")), frames))
             gathered += (size := sum(map(len, rest)))
-            self.limits.on_message(descriptor, size)
+            if descriptor in self.limits.read:
+                self.limits.read[descriptor] += size + FRAME_OVERHEAD
         return received, True
 
-    def ended(self, peers: Mapping[bytes, Peer], now: float) -> list[bytes]:
+    def ended(self, role_of: Callable[[bytes], str | None], now: float) -> list[bytes]:
+        """Identities whose connection has ended. `role_of`: the role of those that said Hello."""
         heard, self._heard = self._heard, {}
         self.read_events(now)
         events, self.events_read = self.events_read, deque()
         for identity, descriptor in heard.items():
-            if peer := peers.get(identity):
-                self.limits.admit(descriptor, large=peer.hello.role == "rollout")
+            most, role = self.limits.most.get(descriptor), role_of(identity)
+            if role and most is not None and (role == "rollout" or most != SMALL_BYTES):
+                self.limits.admit(descriptor, large=role == "rollout")
         if self.limits.unknown:
             self.limits.close_silent(now)
         return self._tracker.ended(heard, events)
@@ -165,8 +186,8 @@ class Router:
             self.strangers.set()
 
     def send(self, answer: Sequence[Frame]) -> None:
-        """Large frames are not copied. A process that reads none of its answers loses its connection; on its next one
-        it asks again."""
+        """Large frames are not copied. A process that reads none of its answers loses its connection, and asks again on
+        its next one."""
         identity, size = bytes(answer[0]), sum(map(len, answer))
         try:
             if size < COPY_BELOW:
@@ -199,3 +220,168 @@ class Router:
         self.unsent.remove(identity, size)
         if self.unsent.total < IN_FLIGHT_BYTES <= was:
             self._on_room()
+
+
+class ConnectionLimits:
+    """The connections of one ZeroMQ socket, by file descriptor.
+
+    The kernel may give a descriptor to another socket before ZeroMQ's event is read. So only a socket whose own address
+    is `endpoint` is shut down.
+    """
+
+    def __init__(self, files: OpenFiles | None = None) -> None:
+        self.files = files or OpenFiles()
+        self.endpoint = ""
+        """`tcp://127.0.0.1:5600`, `ipc://PATH`."""
+        self.unknown: dict[int, float] = {}
+        """When they were made, the oldest first."""
+        self.most: dict[int, int] = {}
+        """Absent if the socket's own limit is enough."""
+        self.read: dict[int, int] = {}
+        self._closed: Counter[str] = Counter()
+        self._logged_at = -inf
+
+    def on_event(self, kind: int, descriptor: int, now: float) -> None:
+        for known in (self.unknown, self.most, self.read):
+            known.pop(descriptor, None)
+        if kind == zmq.EVENT_ACCEPTED:
+            self.unknown[descriptor], self.most[descriptor], self.read[descriptor] = now, UNKNOWN_BYTES, 0
+
+    def admit(self, descriptor: int, large: bool) -> None:
+        self.unknown.pop(descriptor, None)
+        if large:
+            self.most.pop(descriptor, None)
+            self.read.pop(descriptor, None)
+        elif descriptor in self.most:
+            self.most[descriptor] = SMALL_BYTES
+
+    def close_large(self, now: float) -> None:
+        for descriptor, most in list(self.most.items()):
+            arrived = bytes_received(descriptor)
+            self.read[descriptor] = min(self.read[descriptor], arrived)
+            if arrived - self.read[descriptor] > most:
+                self.close(descriptor, "sent too much before a Hello" if most == UNKNOWN_BYTES else "sent too much")
+        self.log(now)
+
+    def close_silent(self, now: float) -> None:
+        for descriptor in [one for one, since in self.unknown.items() if now - since > HELLO_S]:
+            self.close(descriptor, f"said no Hello within {HELLO_S:g} s")
+
+    def keep_files(self) -> None:
+        if self.unknown and (left := self.files.left()) < KEPT_FILES:
+            for descriptor in list(self.unknown)[: int(2 * (KEPT_FILES - left)) + 1]:
+                self.close(descriptor, "said no Hello while open files ran out")
+
+    def close(self, descriptor: int, why: str) -> None:
+        self.on_event(zmq.EVENT_DISCONNECTED, descriptor, 0.0)
+        self._closed[why] += 1
+        end(descriptor, self.endpoint)
+
+    def log(self, now: float) -> None:
+        if self._closed and now >= self._logged_at + REPEAT_S:
+            self._logged_at = now
+            what = ", ".join(f"{number} that {why}" for why, number in self._closed.items())
+            log.warning("closed connections: %s", what)
+            self._closed.clear()
+
+
+class UnsentAnswers:
+    """Bytes of large answers that are not yet in the network, by who asked for them."""
+
+    def __init__(self) -> None:
+        self.total, self.budget = 0, inf
+        self._of: Counter[bytes] = Counter()
+
+    def add(self, identity: bytes, size: int) -> None:
+        self.total += size
+        self._of[identity] += size
+
+    def remove(self, identity: bytes, size: int) -> None:
+        self.total -= size
+        self._of[identity] -= size
+        if not self._of[identity]:
+            del self._of[identity]
+
+    def too_many(self, identity: bytes) -> bool:
+        """The first large answer is always sent."""
+        held = self._of.get(identity, 0)
+        return held >= UNSENT_BYTES or (held > 0 and self.total >= self.budget)
+
+
+class ConnectionTracker:
+    """Which process sends over which connection of a ROUTER, and whose connection has ended.
+
+    File descriptors are not unique: the kernel gives one to the next connection at once; a message may be read long
+    after the end of its connection; and a connection whose process makes another one is closed without an event. So
+    `ended` is given the messages read and, after them, all events up to then: a connection is accepted before it says
+    anything, so its own event is among them. The next message corrects a wrong guess.
+    """
+
+    def __init__(self) -> None:
+        self._over: dict[bytes, int] = {}
+        """The descriptor of the last message."""
+        self._last: dict[int, bytes] = {}
+        self._closed: set[int] = set()
+        """Descriptors without a connection."""
+
+    def ended(self, heard: Mapping[bytes, int], events: Iterable[tuple[int, int]]) -> list[bytes]:
+        """`heard`: descriptors of the messages read since the last call, in order; `events`: (kind, descriptor), in
+        order."""
+        changed, taken = set(), set()
+        for kind, descriptor in events:
+            changed.add(descriptor)
+            (self._closed.add if kind == zmq.EVENT_DISCONNECTED else self._closed.discard)(descriptor)
+        for who, descriptor in heard.items():
+            if self._last.get(descriptor, who) != who:
+                taken.add(descriptor)
+            self._last[descriptor] = who
+        self._over.update(heard)
+        if not (changed or taken) and self._closed.isdisjoint(heard.values()):
+            return []
+        ended = [
+            who
+            for who, descriptor in self._over.items()
+            if descriptor in self._closed
+            or (descriptor in changed and who not in heard)
+            or (descriptor in taken and self._last[descriptor] != who)
+        ]
+        for who in ended:
+            del self._over[who]
+        return ended
+
+    def close(self, identity: bytes, limits: ConnectionLimits) -> None:
+        if (descriptor := self._over.get(identity)) is not None and self._last.get(descriptor) == identity:
+            limits.close(descriptor, "read none of its answers")
+
+
+def bytes_received(descriptor: int) -> int:
+    """0 for a connection that is gone, or is not TCP."""
+    with suppress(OSError), _borrowed(descriptor) as connection:
+        info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, BYTES_RECEIVED + 8)
+        if len(info) == BYTES_RECEIVED + 8:
+            return int(struct.unpack_from("=Q", info, BYTES_RECEIVED)[0])
+    return 0
+
+
+def end(descriptor: int, endpoint: str) -> None:
+    """Shut down a connection that was accepted at `endpoint`; its owner closes it."""
+    with suppress(OSError), _borrowed(descriptor) as connection:
+        if accepted_at(connection, endpoint):
+            connection.shutdown(socket.SHUT_RDWR)
+
+
+def accepted_at(connection: socket.socket, endpoint: str) -> bool:
+    own = connection.getsockname()
+    if connection.family == socket.AF_UNIX:
+        return endpoint == f"ipc://{own}"
+    return endpoint.startswith("tcp://") and endpoint.rpartition(":")[2] == str(own[1])
+
+
+@contextmanager
+def _borrowed(descriptor: int) -> Iterator[socket.socket]:
+    """ZeroMQ's own socket, which stays open. Raises OSError."""
+    connection = socket.socket(fileno=descriptor)
+    try:
+        yield connection
+    finally:
+        connection.detach()

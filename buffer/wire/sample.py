@@ -1,10 +1,10 @@
 """A sample, and what the ledger needs of one.
 
-Validating each sample through `Sample` would take most of the buffer's time at full load. So `sample_stats` compares a
-sample with the layout that `Sample.pack` writes for its number of tokens, and validates only what does not match.
+Validating each sample would take most of the buffer's time at full load. So `sample_stats` compares it with the layout
+that `Sample.pack` writes for its number of tokens, and validates only what does not match.
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from itertools import accumulate, count, pairwise
 from math import isfinite
@@ -33,13 +33,10 @@ from buffer.wire.values import (
 
 
 class SampleImage(Message):
-    """An image in a sample."""
-
     start: Count
     digest: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
     data: bytes = b""
-    """The encoded file of an image that the task made. Images without data are the row's, counted anew in each
-    segment."""
+    """The file of an image that the task made. Images without data are the row's, counted anew in each segment."""
 
 
 class TopTeacher(Message):
@@ -73,33 +70,30 @@ class Sample(Message):
     tokens: Array
     """int32: prompts, answers and what the environment said; segment by segment."""
     sampled: Array
-    """uint8: 1 where the policy sampled the token, 0 where it was given."""
+    """uint8: 1 where the policy sampled the token."""
     behaviour_logprobs: Array
-    """float32: of each sampled token under the sampling temperature; 0 elsewhere."""
+    """float32: under the sampling temperature; 0 for given tokens."""
     versions: Array
-    """int32: policy version that sampled each token; -1 elsewhere."""
+    """int32: the policy version; -1 for given tokens."""
     reward: FiniteFloat
     finish: Literal["stop", "length"]
-    """`length`: cut at `sampling.max_tokens`."""
     answer: str = ""
     metrics: dict[str, FiniteFloat] = Field(default_factory=dict)
-    """Averaged into the metrics of the batch."""
     images: list[SampleImage] = Field(default_factory=list)
     starts: list[Count] = Field(default_factory=lambda: [0])
-    """Where each segment begins. Its tokens were sampled with those before them in the segment as context, and with no
-    others."""
+    """Where each segment begins. Its tokens saw only those before them in the segment."""
     turn_rewards: list[FiniteFloat] = Field(default_factory=list)
-    """A reward for each turn, whose sum is `reward`; or none. A turn is a maximal run of sampled tokens."""
+    """A reward for each turn, whose sum is `reward`; or none."""
     routes: Array | None = None
-    """[tokens, layers, k], uint8 or uint16: the experts that the server chose in each layer with experts; zeros for a
-    token that it did not compute."""
+    """[tokens, layers, k], uint8 or uint16: the server's experts in each layer with experts; zeros for a token that it
+    did not compute."""
     teacher: Annotated[
         Annotated[str, Tag("name")] | Annotated[TopTeacher, Tag("top")],
         Discriminator(lambda given: "top" if isinstance(given, dict | TopTeacher) else "name"),
     ] = ""
     """By the `data_source` of its rows; "" is the teacher of all other rows, or none."""
     teacher_logprobs: Array | None = None
-    """float32 [tokens]: of each sampled token at temperature 1; 0 elsewhere. None: no teacher."""
+    """float32 [tokens]: of each sampled token at temperature 1; 0 elsewhere."""
 
     DTYPES: ClassVar[dict[str, str]] = {
         "tokens": "int32",
@@ -130,7 +124,7 @@ class Sample(Message):
             before = image.start
         if self.routes is not None and (wrong := wrong_routes(self.routes, sampled.size)):
             raise ValueError(wrong)
-        if wrong := self._wrong_teacher():
+        if (self.teacher or self.teacher_logprobs is not None) and (wrong := self._wrong_teacher()):
             raise ValueError(wrong)
         usual = self.starts == [0] and not sampled[0] and not self.turn_rewards
         if not usual and (wrong := wrong_segments(self.starts, sampled) or self._wrong_rewards(sampled)):
@@ -166,7 +160,6 @@ class Sample(Message):
 
     @property
     def bounds(self) -> list[tuple[int, int]]:
-        """First index, and the index after the last one, of each segment."""
         return list(pairwise([*self.starts, self.tokens.shape[0]]))
 
     @property
@@ -201,7 +194,7 @@ def wrong_segments(starts: list[int], sampled: np.ndarray) -> str:
 
 
 def wrong_routes(routes: Array, tokens: int) -> str:
-    """Why `routes` are none of so many tokens; "" where they are."""
+    """Why `routes` are none of so many tokens, or ""."""
     shape = routes.shape
     if routes.dtype not in ROUTE_DTYPES or len(shape) != 3 or shape[0] != tokens or 0 in shape:
         needed = f"must be {' or '.join(ROUTE_DTYPES)} [{tokens} tokens, layers, k]"
@@ -210,7 +203,7 @@ def wrong_routes(routes: Array, tokens: int) -> str:
 
 
 def num_turns(sampled: np.ndarray) -> int:
-    """Every segment begins with a given token, so no run of sampled tokens crosses segments."""
+    """Every segment begins with a given token, so no turn crosses segments."""
     flags = np.asarray(sampled, bool)
     return int(flags[:1].sum() + np.count_nonzero(flags[1:] & ~flags[:-1]))
 
@@ -224,12 +217,11 @@ NOTHING_SPECIAL = msgpack.packb({"images": [], "starts": [0], "turn_rewards": []
 NO_NAME = msgpack.packb("")
 NO_TEACHER = msgpack.packb({TAUGHT: None})[1:]
 MOST_OFF = 1e-6
-"""Largest error of the sum of `turn_rewards`: relative, or absolute below 1."""
+"""Error of the sum of `turn_rewards`: relative, or absolute below 1."""
 SIZES = {name: np.dtype(dtype).itemsize for name, dtype in Sample.DTYPES.items()}
 BYTES_PER_TOKEN = sum(SIZES.values())
-Opened = tuple[bytes, int, dict[str, int], int, dict[str, Any]]
-"""A packed sample, its number of tokens, where each array begins, where `teacher_logprobs` begin with their header, and
-the fields between."""
+Opened = tuple[bytes, int, dict[str, int], dict[str, Any]]
+"""A packed sample, its number of tokens, where each array begins, and the fields between the arrays."""
 
 
 def sample_stats(data: bytes, bounds: Bounds = ANY) -> SampleStats:
@@ -252,20 +244,24 @@ def stats_of(item: int, samples: Sequence[bytes], bounds: Bounds) -> list[Sample
 
 
 def _parse_fast(samples: Sequence[bytes], bounds: Bounds = ANY) -> list[SampleStats] | None:
-    """None: not the usual layout. A column of all samples is judged at once: calling NumPy takes longer than its work
-    on one sample."""
-    opened = [found for data in samples if (found := _opened(data))]
+    """None: not the usual layout. Columns of all samples are judged at once: calling NumPy takes longer than its work
+    on one."""
+    opened = [found for data in samples if (found := _opened(data, bounds))]
     if bounds.replayed or len(opened) < len(samples) or not opened:
         return None
-    flags, versions = _column(opened, "sampled"), np.frombuffer(_column(opened, "versions"), SIGNED)
-    if not _fits(opened, flags, versions, bounds):
+    column = {
+        name: b"".join([data[places[name] : places[name] + size * number] for data, number, places, _ in opened])
+        for name, size in SIZES.items()
+    }
+    flags, versions = column["sampled"], np.frombuffer(column["versions"], SIGNED)
+    if (versions >= 0).tobytes() != flags or np.minimum.reduce(versions) != -1 or not _fits(column, opened, bounds):
         return None
-    starts = np.array([0, *accumulate([number for _, number, _, _, _ in opened[:-1]])])
+    starts = np.array([0, *accumulate([number for _, number, _, _ in opened[:-1]])])
     trainable = np.add.reduceat(np.frombuffer(flags, np.uint8), starts, dtype=np.int64).tolist()
     oldest = np.minimum.reduceat(versions.view(UNSIGNED), starts).tolist()  # of those that are not -1
     newest, figures = np.maximum.reduceat(versions, starts).tolist(), list[SampleStats]()
     for one, sampled, first, last in zip(opened, trainable, oldest, newest, strict=True):
-        data, number, places, _, rest = one
+        data, number, places, rest = one
         prompt = data.find(1, at := places["sampled"], at + number) - at
         if prompt <= 0:  # it begins with a sampled token, or has none
             return None
@@ -274,7 +270,26 @@ def _parse_fast(samples: Sequence[bytes], bounds: Bounds = ANY) -> list[SampleSt
     return figures
 
 
-def _opened(data: bytes) -> Opened | None:
+def _fits(column: Mapping[str, bytes], opened: Sequence[Opened], bounds: Bounds) -> bool:
+    """False also for a log-probability within ROUNDING above 0, and for -0."""
+    sampled, tokens = np.frombuffer(column["sampled"], np.bool_), np.frombuffer(column["tokens"], UNSIGNED)
+    largest, own = np.maximum.reduce, bounds.placeholder
+    if largest(tokens) >= bounds.vocabulary or (own is not None and np.count_nonzero((tokens == own) > sampled)):
+        return False
+    logprobs = [column["behaviour_logprobs"]]
+    if any([TAUGHT in places for _, _, places, _ in opened]):
+        taught = [(data, number, places.get(TAUGHT)) for data, number, places, _ in opened]
+        logprobs.append(b"".join([data[at:] if at else bytes(4 * number) for data, number, at in taught]))
+    for data in logprobs:
+        # without a sign, a NaN with the sign is the largest of all; with one, every log-probability is 0 or less
+        bits = np.frombuffer(data, UNSIGNED)
+        if largest(bits) > LEAST_BITS or largest(bits.view(SIGNED)) > 0 or np.count_nonzero((bits != 0) > sampled):
+            return False
+    return True
+
+
+def _opened(data: bytes, bounds: Bounds) -> Opened | None:
+    """None also where the teacher is none of the run's, or is missing."""
     if (found := _places(data)) is None:
         return None
     number, places, end, last = found
@@ -298,7 +313,11 @@ def _opened(data: bytes) -> Opened | None:
         and type(metrics) is dict
         and (not metrics or _are_finite(metrics))
     )
-    return (data, number, places, last, rest) if is_sound else None
+    if TAUGHT in places:
+        is_sound = is_sound and not bounds.top_k and bounds.has_teacher(teacher)  # most probable tokens lack
+    else:
+        is_sound = is_sound and not teacher and "" not in (bounds.teachers or ())
+    return (data, number, places, rest) if is_sound else None
 
 
 def _are_finite(metrics: dict[Any, Any]) -> bool:
@@ -306,65 +325,22 @@ def _are_finite(metrics: dict[Any, Any]) -> bool:
 
 
 def _places(data: bytes) -> tuple[int, dict[str, int], int, int] | None:
+    """The number of tokens; where each array begins; where the arrays end, and the teacher's fields begin."""
     if len(data) < NUM_TOKENS_AT + 5:
         return None
     size = SIZE_OF_NUMBER.get(data[NUM_TOKENS_AT], 0)
     number = int.from_bytes(data[NUM_TOKENS_AT + 1 : NUM_TOKENS_AT + 1 + size]) if size else data[NUM_TOKENS_AT]
     if not 0 < number * BYTES_PER_TOKEN < len(data):
         return None
-    headers, places, end = _layout(number)
+    headers, places, end, taught = _layout(number)
     for at, fixed in headers:
         if not data.startswith(fixed, at):
             return None
     if data.endswith(NO_TEACHER):
         return number, places, end, len(data) - len(NO_TEACHER)
-    header = _array_header(TAUGHT, LOGPROB, number)
-    last = len(data) - 4 * number - len(header)
-    return (number, places, end, last) if last > 0 and data.startswith(header, last) else None
-
-
-def _column(opened: Sequence[Opened], name: str) -> bytes:
-    size = SIZES[name]
-    return b"".join([data[places[name] : places[name] + size * number] for data, number, places, _, _ in opened])
-
-
-def _fits(opened: Sequence[Opened], flags: bytes, versions: np.ndarray, bounds: Bounds) -> bool:
-    if (versions >= 0).tobytes() != flags or np.minimum.reduce(versions) != -1:
-        return False
-    sampled, tokens = np.frombuffer(flags, np.bool_), np.frombuffer(_column(opened, "tokens"), UNSIGNED)
-    own = bounds.placeholder
-    return bool(
-        np.maximum.reduce(tokens) < bounds.vocabulary
-        and _plausible(np.frombuffer(_column(opened, "behaviour_logprobs"), UNSIGNED), sampled)
-        and (own is None or not np.count_nonzero((tokens == own) > sampled))
-        and _teachers_fit(opened, sampled, bounds)
-    )
-
-
-def _plausible(logprobs: np.ndarray, sampled: np.ndarray) -> bool:
-    """False also within ROUNDING above 0, and for -0. As an integer without a sign, a NaN with the sign is the largest
-    of all; as one with a sign, every log-probability is 0 or less."""
-    largest = np.maximum.reduce
-    in_range = largest(logprobs) <= LEAST_BITS and largest(logprobs.view(SIGNED)) <= 0
-    return bool(in_range and not np.count_nonzero((logprobs != 0) > sampled))
-
-
-def _teachers_fit(opened: Sequence[Opened], sampled: np.ndarray, bounds: Bounds) -> bool:
-    is_taught = False
-    for data, _, _, last, rest in opened:
-        has_teacher = len(data) - last > len(NO_TEACHER)
-        if has_teacher and (bounds.top_k or not bounds.has_teacher(rest[TEACHER])):  # most probable tokens lack
-            return False
-        if not has_teacher and (rest[TEACHER] or "" in (bounds.teachers or ())):
-            return False
-        is_taught |= has_teacher
-    if not is_taught:
-        return True
-    columns = [
-        data[-4 * number :] if len(data) - last > len(NO_TEACHER) else bytes(4 * number)
-        for data, number, _, last, _ in opened
-    ]
-    return _plausible(np.frombuffer(b"".join(columns), UNSIGNED), sampled)
+    at = len(data) - 4 * number
+    last = at - len(taught)
+    return (number, places | {TAUGHT: at}, end, last) if last > 0 and data.startswith(taught, last) else None
 
 
 def _parse_checked(data: bytes, bounds: Bounds = ANY) -> SampleStats:
@@ -402,22 +378,20 @@ def _in_words(error: ValidationError) -> WrongValue:
 
 
 @lru_cache(4096)
-def _array_header(name: str, dtype: str, number: int) -> bytes:
-    size = number * np.dtype(dtype).itemsize
-    field = msgpack.packb({name: {"dtype": dtype, "shape": [number], "data": bytes(size)}})
-    return bytes(field[1 : len(field) - size])
-
-
-@lru_cache(4096)
-def _layout(number: int) -> tuple[list[tuple[int, bytes]], dict[str, int], int]:
-    places, position = dict[str, int](), 0
-    headers, head = list[tuple[int, bytes]](), msgpack.Packer().pack_map_header(len(Sample.model_fields))
-    for name, dtype in Sample.DTYPES.items():
-        before = head + _array_header(name, dtype, number)
-        headers.append((position, before))
-        places[name], head = position + len(before), b""
-        position = places[name] + number * np.dtype(dtype).itemsize
-    return headers, places, position
+def _layout(number: int) -> tuple[list[tuple[int, bytes]], dict[str, int], int, bytes]:
+    """The constant bytes before each array, and where they stand; where each array begins; where the last one ends; and
+    the bytes before `teacher_logprobs`."""
+    places, position, headers = dict[str, int](), 0, list[tuple[int, bytes]]()
+    before = msgpack.Packer().pack_map_header(len(Sample.model_fields))
+    for name, dtype in [*Sample.DTYPES.items(), (TAUGHT, LOGPROB)]:
+        size = number * np.dtype(dtype).itemsize
+        field = msgpack.packb({name: {"dtype": dtype, "shape": [number], "data": bytes(size)}})
+        before += field[1 : len(field) - size]
+        if name != TAUGHT:
+            headers.append((position, before))
+            places[name] = position + len(before)
+            position, before = places[name] + size, b""
+    return headers, places, position, before
 
 
 HEAD_OF_SCALARS = msgpack.Packer().pack_map_header(len(VARIED) - 1)

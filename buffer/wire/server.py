@@ -1,8 +1,8 @@
 """The buffer's event loop: a socket (`router.py`) in front of `requests.py`.
 
 Each turn reads all messages that are there, commits what they changed in one transaction, and only then sends the
-answers: what is acknowledged is on disk. The commit runs in the event loop: a thread of its own was slower, because it
-holds the GIL between two waits for the disk.
+answers: what is acknowledged is on disk. A thread for commits was slower: it holds the GIL between two waits for the
+disk.
 """
 
 import asyncio
@@ -15,7 +15,7 @@ from typing import Any
 from buffer.keys import ServerKeys
 from buffer.resources import MemoryWatch
 from buffer.store.failures import remedy
-from buffer.wire.batches import LoopTurn
+from buffer.wire.batches import FREE_AT_ONCE, LoopTurn
 from buffer.wire.requests import PendingRequests
 from buffer.wire.router import Router
 from configs.entrypoint import made_progress, unless
@@ -35,8 +35,8 @@ TICK_S = 0.5
 
 
 class ListeningClock:
-    """The buffer's one clock: it stands still while the process cannot receive, as while a commit waits for the disk or
-    the process is stopped. That time must not end any silence, lease, claim or wait."""
+    """The buffer's one clock: it stands still while the process cannot receive, as while a commit waits for the disk.
+    That time must not end any silence, lease, claim or wait."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._monotonic = monotonic
@@ -45,17 +45,18 @@ class ListeningClock:
     def now(self) -> float:
         return self._monotonic() - self._deaf_s
 
-    def mark(self, wait_s: float = 0.0) -> None:
-        """A wait of at most `wait_s` begins, or (0) has ended."""
+    def mark(self, wait_s: float = 0.0) -> float:
+        """A wait of at most `wait_s` begins, or (0) has ended. Returns `now`."""
         at = self._monotonic()
         gap_s = at - self._marked_at - self._may_wait_s
         if gap_s > DEAF_S:
             self._deaf_s += gap_s
         self._marked_at, self._may_wait_s = at, wait_s
+        return at - self._deaf_s
 
 
 class BufferServer:
-    """`clock` must be the clock with which the ledger was restored."""
+    """`clock` is the one with which the ledger was restored."""
 
     def __init__(self, address: str, max_message: int, keys: ServerKeys, clock: ListeningClock | None = None) -> None:
         self.address, self.clock = address, clock or ListeningClock()
@@ -63,8 +64,7 @@ class BufferServer:
         self._loop: asyncio.AbstractEventLoop | None = None
         self._polling: asyncio.Future[Any] | None = None
         self._due: float | None = None
-        """By `clock`."""
-        self._news = False
+        self._news = asyncio.Event()
 
     async def __aenter__(self) -> "BufferServer":
         self.address = self._router.open()
@@ -74,7 +74,7 @@ class BufferServer:
         self._router.close()
 
     async def serve(self, requests: PendingRequests) -> None:
-        """Everything received by then is committed and answered, unless the disk is full."""
+        """All that was received is committed and answered, unless the disk is full."""
         self._loop = asyncio.get_running_loop()
         tasks = {asyncio.ensure_future(self._serve(requests)), asyncio.ensure_future(self._watch_strangers())}
         try:
@@ -87,29 +87,28 @@ class BufferServer:
             task.result()
 
     async def _serve(self, requests: PendingRequests) -> None:
-        memory, handlers = MemoryWatch(self.clock.now()), requests.handlers
+        memory, handlers, has_parts = MemoryWatch(self.clock.now()), requests.handlers, False
+        known = handlers.peers.known
         while True:
-            self.clock.mark()
-            await self._wake(at_once=self._has_parts(requests))
-            self.clock.mark()
+            await self._wake(self.clock.mark(), at_once=has_parts)
+            now = self.clock.mark()
             began, handlers.groups.turn = time.monotonic(), LoopTurn(seconds=0.0)
             received, more = self._router.receive()
             if not received:  # a commit looks for itself
                 handlers.store.files.require()
-            now, requests.unsent_bytes = self.clock.now(), self._router.unsent.total
+            requests.unsent_bytes = self._router.unsent.total
             for role, frames in received:
                 requests.receive(frames, now, role)
-            for identity in self._router.ended(handlers.peers.known, now):
+            for identity in self._router.ended(lambda who: known[who].hello.role if who in known else None, now):
                 handlers.peers.on_disconnect(identity, now)
             if not more:  # a server is silent only if no message of it waits to be read
                 requests.expire(now)
-            await self._answer(requests, now, more)
-            if self._has_parts(requests):
+            has_parts = await self._answer(requests, now, more)
+            if has_parts:
                 seconds = min(max(time.monotonic() - began, TURN_S[0]), TURN_S[1])
                 handlers.groups.turn = LoopTurn(seconds, IN_FLIGHT_BYTES - self._router.unsent.total)
-                await self._answer(requests, now, more)
-            handlers.ledger.order.draw_ahead()
-            handlers.groups.cache.free()
+                has_parts = await self._answer(requests, now, more)
+            del handlers.groups.cache.forgotten[-FREE_AT_ONCE:]
             if now >= memory.due:
                 held = {
                     "groups until they are trained": handlers.groups.cache.bytes,
@@ -118,32 +117,26 @@ class BufferServer:
                 }
                 memory.look(held, now)
 
-    def _has_parts(self, requests: PendingRequests) -> bool:
-        return requests.handlers.groups.turn.postponed and self._router.unsent.total < IN_FLIGHT_BYTES
-
-    async def _wake(self, at_once: bool) -> None:
+    async def _wake(self, now: float, at_once: bool) -> None:
         if at_once or self._router.plain.poll(0):
             return await asyncio.sleep(0)  # signal handlers run in the loop too
-        wait_s = TICK_S if self._due is None else min(max(0.0, self._due - self.clock.now()), TICK_S)
+        wait_s = TICK_S if self._due is None else min(max(0.0, self._due - now), TICK_S)
         self.clock.mark(wait_s)
-        if not self.has_news():
+        if not self._news.is_set():
             polling = self._router.poller.poll(round(wait_s * 1000) + 1)
             self._polling = asyncio.ensure_future(polling)
             try:
                 await self._polling
             except asyncio.CancelledError:
                 cancelled = asyncio.current_task()
-                if not self.has_news() or (cancelled and cancelled.cancelling()):
+                if not self._news.is_set() or (cancelled and cancelled.cancelling()):
                     raise
-        self._news = False
+        self._news.clear()
 
     def wake(self) -> None:
         """Try pending requests again. May be called from any thread."""
         if self._loop and not self._loop.is_closed():
             self._loop.call_soon_threadsafe(self._on_news)
-
-    def has_news(self) -> bool:
-        return self._news
 
     async def _watch_strangers(self) -> None:
         pause_s = LOOK_S
@@ -161,11 +154,12 @@ class BufferServer:
             pause_s = max(LOOK_S, LOOK_SHARE * (time.monotonic() - began))
 
     def _on_news(self) -> None:
-        self._news = True
+        self._news.set()
         if self._polling:
             self._polling.cancel()
 
-    async def _answer(self, requests: PendingRequests, now: float, more: bool) -> None:
+    async def _answer(self, requests: PendingRequests, now: float, more: bool) -> bool:
+        """Returns whether there is work for Takes now."""
         requests.retry(now)
         if not more:
             self._due = requests.expire(now)  # what was tried again may wait for the clock too
@@ -185,5 +179,6 @@ class BufferServer:
         if transaction and transaction.payloads:
             made_progress()
         self._router.unsent.budget = PARKED_BYTES - requests.parked_bytes
-        for answer in requests.answers():
-            self._router.send(answer)
+        while requests.out:
+            self._router.send(requests.out.popleft())
+        return requests.handlers.groups.turn.postponed and self._router.unsent.total < IN_FLIGHT_BYTES

@@ -10,7 +10,6 @@ from buffer.wire.protocol import State, Waiter
 
 
 def state(handlers: Handlers, waiters: list[Waiter], errors: int, now: float) -> State:
-    """The state of the run."""
     ledger, peers = handlers.ledger, handlers.peers
     broke = [rank.broke for rank in peers.of_role("learner")]
     return State.model_construct(

@@ -1,4 +1,4 @@
-"""What the values of a sample may be: one judge for the buffer and for the learner."""
+"""What the values of a sample may be: one judge for buffer and learner."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -18,18 +18,17 @@ LEAST_LOGPROB = -1000.0
 SIGNED, UNSIGNED = np.dtype("<i4"), np.dtype("<u4")
 LEAST_BITS = int(np.float32(LEAST_LOGPROB).view(UNSIGNED))
 MOST_MASS_OFF = 0.01
-"""Rounding error of the sum of a teacher's probabilities."""
 MOST_REWARD = 1e6
 LARGEST = 2**31 - 1
 KINDS: dict[str, FailureKind] = {
     **dict.fromkeys(("reward", "turn_rewards", "metrics"), "reward"),
     **dict.fromkeys(("images", "image", "starts", "segment"), "task"),
 }
-"""Whose fault a wrong field is; every other field is vLLM's."""
+"""Whose fault a wrong field is; else vLLM's."""
 
 
 class WrongValue(ValueError):
-    """A sample cannot be trained. The text begins with the field that is wrong."""
+    """The text begins with the field that is wrong."""
 
     def __init__(self, name: str, problem: str) -> None:
         super().__init__(f"{name}: {problem}" if name else problem)
@@ -43,18 +42,15 @@ class WrongValue(ValueError):
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a model allows; the defaults where nothing is known of it."""
-
     vocabulary: int = LARGEST
     experts: int = 0
     routed: tuple[int, int] | None = None
     """Layers with experts, and the experts that a token takes in each."""
     placeholder: int | None = None
     replayed: bool = False
-    """Every sample needs routes."""
     teachers: frozenset[str] | None = None
-    """By the `data_source` of their rows. "" is the teacher of all rows that have no other: where there is one, every
-    sample needs a teacher."""
+    """By the `data_source` of their rows; "" is the teacher of all other rows: with it, every sample needs a
+    teacher."""
     top_k: int | None = None
 
     @classmethod
@@ -89,7 +85,7 @@ class Columns:
 
 
 def judge_teacher(logprobs: Array | None, name: str, sampled: np.ndarray, bounds: Bounds) -> None:
-    """Raise WrongValue, also for a sample that needs a teacher and has none."""
+    """Raise WrongValue, also for a sample that lacks a teacher."""
     if logprobs is None:
         if "" in (bounds.teachers or ()):
             raise WrongValue("teacher_logprobs", "there are none; every row of this run has a teacher (teacher.model)")
@@ -136,7 +132,6 @@ def judge(columns: Columns, bounds: Bounds, images: Sequence[int], starts: Seque
 
 
 def judge_rewards(rewards: Sequence[float]) -> None:
-    """Raise WrongValue. The first reward is the sample's, the others are its turns'."""
     for number, reward in enumerate(rewards):
         if abs(reward) > MOST_REWARD:
             name = f"turn_rewards.{number - 1}" if number else "reward"

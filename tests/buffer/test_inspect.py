@@ -40,7 +40,7 @@ def traffic(tmp_path):
                 await samples.fail(items[5], "prompt too long", permanent=True, kind="prompt")
                 async with client(it.address, "learner-0", "learner", fingerprint=print_) as learner:
                     await learner.expect(Take(version=0, rank=0, world=1), Part)
-                    waiting = asyncio.create_task(learner.request(Take(version=1, rank=0, world=1)))
+                    waiting = asyncio.create_task(learner.expect(Take(version=1, rank=0, world=1), Part))
                     await asyncio.sleep(0.1)
                     async with client(it.address, "status", "observer", fingerprint="") as observer:
                         states.append(await observer.expect(Status(), State))
@@ -208,12 +208,12 @@ def test_quarantine_lists_the_groups_with_what_they_say(tmp_path, capsys):
                     await samples.put(item, group(item.item, tokens=6))
                 await learner.expect(Take(version=0, rank=0, world=1), Part)
                 with pytest.raises(RefusedError, match="Quarantine is a request of the learner"):
-                    await server.request(Quarantine(item=2, reason="mine"))
+                    await server.expect(Quarantine(item=2, reason="mine"), Ack)
                 await learner.expect(Quarantine(item=2, reason="sample 4 of batch 0: tokens: -5"), Ack)
                 assert len((await learner.expect(Take(version=0, rank=0, world=1), Part)).samples) == 6
                 await learner.expect(Trained(version=0, oldest_kept=1), Ack)
                 with pytest.raises(RefusedError, match="item 1 is not known here"):
-                    await learner.request(Quarantine(item=1, reason="too late"))
+                    await learner.expect(Quarantine(item=1, reason="too late"), Ack)
 
         asyncio.run(put())
         assert inspect.main(["quarantine", *run_file]) == 0

@@ -19,10 +19,10 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from buffer.ledger.types import SampleStats
+from buffer.wire.batches import sample_rows
 from buffer.wire.message import Array
 from buffer.wire.protocol import Part
 from buffer.wire.sample import Sample, sample_stats
-from buffer.wire.split import sample_rows
 from configs.schema import AlgorithmConfig, LearnerConfig, ModelConfig
 from learner.model.policy import Policy
 from learner.train.optimizer import Optimizer

@@ -14,8 +14,8 @@ import zmq.asyncio
 from buffer.keys import ServerKeys
 from buffer.wire.awake import AwakeClock
 from buffer.wire.connection_events import ConnectionEvents
-from buffer.wire.connections import ConnectionLimits, ConnectionTracker
 from buffer.wire.message import Message
+from buffer.wire.router import ConnectionLimits, ConnectionTracker
 from learner.weights import protocol
 
 log = logging.getLogger(__name__)

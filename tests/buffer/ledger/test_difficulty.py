@@ -116,7 +116,7 @@ def test_a_problem_that_becomes_solvable_is_in_between_again_and_one_that_is_for
         played.rewards = {0: kind}
         played.play(1)
         bands.append(records.records[0].band(records.marks.streak))
-        assert records.bands()[bands[-1]] == 1 and sum(records.bands().values()) == 1
+        assert records.bands[bands[-1]] == 1 and sum(records.bands.values()) == 1
     assert bands == ["unsolved", "between", "between", "unsolved", "between", "solved", "between"]
     assert records.records[0].groups == len(bands)
 

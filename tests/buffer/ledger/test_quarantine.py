@@ -5,8 +5,8 @@ import pytest
 
 from buffer.ledger import reasons
 from buffer.ledger.rules import Ledger
+from buffer.ledger.training import LEAST_QUARANTINED
 from buffer.ledger.types import LedgerError, SampleStats, Transaction
-from buffer.ledger.view import LEAST_QUARANTINED
 from buffer.store.sqlite import Store
 from tests.buffer.ledger.test_rules import GROUP, items, put, reopened, train
 

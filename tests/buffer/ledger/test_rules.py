@@ -114,7 +114,7 @@ def test_nothing_is_dispatched_that_could_never_be_trained() -> None:
     ledger = Ledger(100, groups=2, max_staleness=4, versions=3)
     assert len(ledger.ask("a", 0, 100, 0.0)) == 6
     assert "run.versions 3" in reasons.for_work(ledger, "a")
-    put(ledger, "a", *[item.as_lease() for item in ledger.view.leased()])
+    put(ledger, "a", *[Lease(it.number, it.lease, it.row, it.epoch, it.version) for it in ledger.view.leased()])
     for version in range(3):
         assert not ledger.view.finished()
         assert ledger.batches.take(version)
@@ -351,8 +351,8 @@ def test_an_item_waits_for_another_server_no_longer_than_a_lease() -> None:
     assert "1 items failed here and go to another server, if one asks within 10 s" in reasons.for_work(ledger, "a")
     ledger.heartbeat("a", 0, [], 14.0)
     assert ledger.expire(14.0) == 15.0, "the parked Ask is woken by the clock"
-    before = ledger.revision
-    assert ledger.expire(15.0) is None and ledger.revision > before
+    before = ledger.state.revision
+    assert ledger.expire(15.0) is None and ledger.state.revision > before
     assert items(ledger.ask("a", 0, 1, 15.0, request=1)) == [one.item]
 
 
@@ -372,9 +372,9 @@ def test_an_item_that_is_held_back_goes_to_nobody_and_keeps_its_place() -> None:
     assert ledger.ask("a", 0, 1, 0.0) == ledger.ask("b", 0, 1, 0.0) == [], "the last batch has a place for it alone"
     assert "1 item waits because" in reasons.for_work(ledger, "a") and ledger.batches.take(0) is None
     assert ledger.expire(1.0) == 2.0
-    before = ledger.revision
+    before = ledger.state.revision
     ledger.expire(2.0)
-    assert ledger.revision > before and items(ledger.ask("b", 0, 1, 2.0)) == [one.item]
+    assert ledger.state.revision > before and items(ledger.ask("b", 0, 1, 2.0)) == [one.item]
     assert not ledger.view.failed()
     put(ledger, "a", two)
 

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from buffer.ledger import reasons
 from buffer.ledger.difficulty import Shares
 from buffer.ledger.rules import Ledger
-from buffer.ledger.types import FormedBatch, Lease, SampleStats, Transaction
+from buffer.ledger.types import NO_CHANGES, FormedBatch, Lease, SampleStats, Transaction
 from buffer.store.sqlite import Store
 
 LEASE_S = 10.0
@@ -127,7 +127,7 @@ class Run(RuleBasedStateMachine):
         self.commit()
         self.asked.pop(name, None)
         if not work:
-            self.asked[name] = rollout.requests, rollout.version, self.ledger.revision
+            self.asked[name] = rollout.requests, rollout.version, self.ledger.state.revision
         for it in work:
             where, when = self.failed.pop(it.item, ("", 0.0))
             assert name != where or self.now >= when + LEASE_S, "an attempt that failed is repeated elsewhere"
@@ -196,7 +196,7 @@ class Run(RuleBasedStateMachine):
             self.ledger.put(name, it.item, it.lease, (SampleStats(1, 1, 0.5),), self.now)
         else:
             self.ledger.fail(name, it.item, it.lease, "engine died", self.now, True)
-        assert self.ledger.view.counts() == before and not self.ledger.drain()
+        assert self.ledger.view.counts() == before and self.ledger.drain() == NO_CHANGES
 
     @rule(name=names, forgets=st.booleans())
     def heartbeat(self, name: str, forgets: bool) -> None:
@@ -241,7 +241,7 @@ class Run(RuleBasedStateMachine):
     def train(self) -> None:
         batch = self.ledger.batches.take(self.learner)
         self.commit()
-        self.took = self.ledger.revision if batch is None else None
+        self.took = self.ledger.state.revision if batch is None else None
         if batch is None:
             return
         assert self.batches.setdefault(self.learner, batch) == batch, "a batch once formed never changes"
@@ -341,10 +341,10 @@ class Run(RuleBasedStateMachine):
 
     @invariant()
     def what_a_parked_request_waits_for_moves_the_revision(self) -> None:
-        if self.took == self.ledger.revision:
+        if self.took == self.ledger.state.revision:
             assert not self.ledger.view.ready()
         for name, (request, version, revision) in self.asked.items():
-            if revision == self.ledger.revision:
+            if revision == self.ledger.state.revision:
                 assert self.ledger.ask(name, version, 1, self.now, request) == []
 
     @invariant()

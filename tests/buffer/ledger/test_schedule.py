@@ -5,7 +5,9 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from buffer.ledger import pool, schedule
+from buffer.ledger import schedule, training
+from buffer.ledger.order import EpochOrder
+from buffer.ledger.rules import Ledger
 from buffer.ledger.schedule import STEP, Drawing, order, ordering
 
 versions = st.integers(0, 6)
@@ -21,14 +23,14 @@ def sound(open_: list[int], version: int, groups: int, staleness: int) -> bool:
 
 @given(opened, versions, groups, staleness)
 def test_feasible_is_the_definition(open_: list[int], version: int, groups: int, staleness: int) -> None:
-    assert pool.feasible(Counter(open_), version, groups, staleness) == sound(open_, version, groups, staleness)
+    assert training.feasible(Counter(open_), version, groups, staleness) == sound(open_, version, groups, staleness)
 
 
 @given(opened, versions, groups, staleness, versions)
 def test_room_is_the_largest_number_that_stays_feasible(
     open_: list[int], version: int, groups: int, staleness: int, dispatched: int
 ) -> None:
-    room = pool.room(Counter(open_), version, groups, staleness, dispatched)
+    room = training.room(Counter(open_), version, groups, staleness, dispatched)
     if sound(open_, version, groups, staleness):
         assert sound(open_ + [dispatched] * room, version, groups, staleness)
         assert not sound(open_ + [dispatched] * (room + 1), version, groups, staleness)
@@ -40,7 +42,7 @@ def test_room_passes_over_items_that_miss_a_tighter_target(
 ) -> None:
     """A server that is up to date may always fill the next batch, whatever stragglers there are."""
     before = [d for d in open_ if d <= version]
-    room = pool.room(Counter(before), version, groups, staleness, version)
+    room = training.room(Counter(before), version, groups, staleness, version)
     assert room == max(0, (staleness + 1) * groups - len(before))
 
 
@@ -48,7 +50,7 @@ def test_room_passes_over_items_that_miss_a_tighter_target(
 def test_a_batch_leaves_all_but_the_first_stored_items(items: list[tuple[int, bool]], groups: int) -> None:
     stored = sorted(d for d, is_stored in items if is_stored)
     if len(stored) >= groups:
-        left = pool.left_behind(Counter(d for d, _ in items), Counter(stored), groups)
+        left = training.left_behind(Counter(d for d, _ in items), Counter(stored), groups)
         assert Counter(d for d, _ in items) - Counter(stored[:groups]) == +Counter(left)
 
 
@@ -57,7 +59,7 @@ def test_what_is_kept_is_sound_and_as_much_as_possible(
     open_: list[int], version: int, groups: int, staleness: int
 ) -> None:
     items = sorted(open_)
-    verdicts = pool.keepable(items, version, groups, staleness)
+    verdicts = training.keepable(items, version, groups, staleness)
     kept = [d for d, keep in zip(items, verdicts, strict=True) if keep]
     assert sound(kept, version, groups, staleness)
     for index, keep in enumerate(verdicts):
@@ -93,3 +95,15 @@ def test_an_order_that_is_drawn_in_steps_is_the_order(problems, seed, epoch, ste
 def test_a_million_rows_take_many_steps():
     steps = sum(1 for _ in ordering(100_000, 0, 0, True))
     assert steps == 100_000 // STEP
+
+
+def test_the_next_epoch_s_order_is_there_long_before_it_is_needed() -> None:
+    ledger = Ledger(4 * STEP, 1, 10**6)
+    order, state = ledger.order, ledger.state
+    assert isinstance(order, EpochOrder)
+    for _ in range(STEP // 4):
+        assert order.draw(state) is not None
+        state.next_item += 1
+    assert order._following and order._following[1].drawn is not None
+    state.next_item = 4 * STEP
+    assert order.draw(state) == schedule.order(4 * STEP, 0, 1, True)[0]

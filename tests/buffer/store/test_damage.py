@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from buffer.ledger.types import Transaction
-from buffer.store import pages, sql
+from buffer.store import sql, witness
 from buffer.store.faults import DamagedSample, LostCommits, StoreError, StoreGone
 from buffer.store.sqlite import Store, reading
 from buffer.store.witness import Commits, file_of, line_of, noted
@@ -85,7 +85,7 @@ def as_schema_4(path: Path) -> None:
         db.execute("ALTER TABLE problems DROP COLUMN place")
         db.execute("PRAGMA user_version = 4")
     file_of(path).unlink()
-    pages.file_of(path).unlink()
+    witness.sums_of(path).unlink()
 
 
 def as_schema_3(path: Path) -> None:
@@ -101,7 +101,7 @@ def as_schema_7(path: Path) -> None:
     """The file as a release with schema 7 closed it: without checksums of its pages, with one of the whole file."""
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute("PRAGMA user_version = 7")
-    pages.file_of(path).unlink()
+    witness.sums_of(path).unlink()
     name, number, *_ = file_of(path).read_text().split()
     file_of(path).write_bytes(line_of(Commits(name, int(number), f"{crc32c_of(path):08x}")))
 
@@ -185,11 +185,11 @@ def test_a_flipped_bit_of_a_ledger_that_an_earlier_release_closed_is_refused(tmp
         flip(path, bit)
         with pytest.raises(StoreError, match=r"damaged|not a database|another program|schema") as error:
             Store(path)
-        assert "\n" not in str(error.value) and not pages.file_of(path).exists()
+        assert "\n" not in str(error.value) and not witness.sums_of(path).exists()
         path.write_bytes(whole)
     Store(path).close()
     Store(path).close()
-    assert pages.file_of(path).exists() and file_of(path).read_text().split()[2] == "-" * 8
+    assert witness.sums_of(path).exists() and file_of(path).read_text().split()[2] == "-" * 8
 
 
 def test_a_witness_that_is_gone_or_damaged_is_written_anew(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -223,14 +223,14 @@ def damage_page(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[4096 * 3 : 4096 * 3 + 200] = bytes(200)
     path.write_bytes(data)
-    pages.begin(path)
+    witness.begin_sums(path)
 
 
 def say(path: Path, statement: str) -> None:
     """Have the ledger's file say so, as if the buffer had written it."""
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute(statement)
-    pages.begin(path)
+    witness.begin_sums(path)
 
 
 def test_a_table_whose_definition_is_no_text_any_more_is_refused(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_a_table_whose_definition_is_no_text_any_more_is_refused(tmp_path: Path)
     path = begin(tmp_path)
     data = path.read_bytes()
     path.write_bytes(data.replace(b"CREATE TABLE items", b"CREATE TABLE\xd5items", 1))
-    pages.begin(path)
+    witness.begin_sums(path)
     with pytest.raises(StoreError, match=r"the file is damaged: .*bring back a copy of it") as error:
         Store(path)
     assert "\n" not in str(error.value)

@@ -15,12 +15,12 @@ import pytest
 from buffer.ledger.rules import Ledger
 from buffer.ledger.types import EvaluationRow, Lengths, Transaction
 from buffer.problems import Problems
-from buffer.store import pages
+from buffer.store import witness
 from buffer.store.faults import LostCommits, StoreError
 from buffer.store.opening import require_whole
 from buffer.store.past import accept_loss, losses, past
 from buffer.store.sqlite import Store
-from buffer.store.write_ahead import log_of
+from buffer.store.witness import log_of
 from configs.load import load
 from tests.buffer.store.test_sqlite import accept, ledger_of
 
@@ -137,10 +137,10 @@ def test_the_file_of_checksums_grows_with_the_ledger(tmp_path: Path) -> None:
     path = tmp_path / "buffer.sqlite"
     with Store(path, fsync=False) as store:
         accept(store, ledger_of(store), 1)
-        before = pages.file_of(path).read_bytes()
+        before = witness.sums_of(path).read_bytes()
         assert store._sums
         store._sums.reserve(40_000)
-        assert pages.file_of(path).read_bytes().startswith(before) and pages.file_of(path).stat().st_size >= 160_000
+        assert witness.sums_of(path).read_bytes().startswith(before) and witness.sums_of(path).stat().st_size >= 160_000
         accept(store, ledger_of(store), 1)
     require_whole(path, None)
 
@@ -148,10 +148,10 @@ def test_the_file_of_checksums_grows_with_the_ledger(tmp_path: Path) -> None:
 def test_a_ledger_without_its_file_of_checksums_is_refused_until_that_is_accepted(tmp_path: Path) -> None:
     path = tmp_path / "buffer.sqlite"
     Store(path).close()
-    pages.file_of(path).unlink()
+    witness.sums_of(path).unlink()
     with pytest.raises(LostCommits, match=r"buffer\.sqlite-sums, which has the checksums .* is gone; .*--accept-loss"):
         Store(path)
-    pages.begin(path)
+    witness.begin_sums(path)
     Store(path).close()
 
 

@@ -13,11 +13,11 @@ from typing import Any
 
 import pytest
 
-from buffer.store import opening, pages, sql, sqlite, witness
+from buffer.store import opening, sql, sqlite, witness
 from buffer.store.faults import LostCommits, StoreError
 from buffer.store.opening import LOG_PAGES, require_whole
 from buffer.store.past import losses
-from buffer.store.write_ahead import FRAME, Log, log_of
+from buffer.store.witness import FRAME, Log, log_of
 from configs.load import load
 from tests.buffer.store.test_damage import as_schema_7, flip
 from tests.buffer.store.test_flipped_bits import go_on, open_store
@@ -32,11 +32,11 @@ def killed_before_its_note(folder: Path) -> Path:
     with open_store(path) as store:
         ledger = ledger_of(store)
         accept(store, ledger, 3)
-        before = pages.file_of(path).read_bytes()
+        before = witness.sums_of(path).read_bytes()
         accept(store, ledger, 3)
         shutil.copytree(path.parent, folder / "killed", ignore=shutil.ignore_patterns("*.lock", "*-shm"))
     killed = folder / "killed" / path.name
-    pages.file_of(killed).write_bytes(before)
+    witness.sums_of(killed).write_bytes(before)
     return killed
 
 
@@ -112,8 +112,8 @@ def test_a_sync_that_fails_after_a_commit_fails_no_commit(tmp_path: Path, monkey
 
 
 def noted(path: Path) -> set[tuple[int, int]]:
-    data = pages.file_of(path).read_bytes()
-    return {(at // 4 + 1, int.from_bytes(data[at : at + 4], "little") ^ pages.ZEROS) for at in range(0, len(data), 4)}
+    data = witness.sums_of(path).read_bytes()
+    return {(at // 4 + 1, int.from_bytes(data[at : at + 4], "little") ^ witness.ZEROS) for at in range(0, len(data), 4)}
 
 
 def test_commits_whose_pages_could_not_be_read_are_noted_with_the_next(tmp_path: Path, monkeypatch: Any) -> None:
@@ -211,14 +211,14 @@ def test_whoever_reads_while_a_commit_is_not_noted_yet_sees_no_damage(tmp_path: 
             change(store)
 
         def seen_while_the_next_commit_is_written(path: Path) -> Log:
-            patch.setattr(pages, "Log", Log)
+            patch.setattr(witness, "Log", Log)
             assert store._sums
             store._sums.note()
             change(store)
             return Log(path.with_name("no such file"))
 
         with monkeypatch.context() as patch:
-            patch.setattr(pages, "Log", seen_while_the_next_commit_is_written)
+            patch.setattr(witness, "Log", seen_while_the_next_commit_is_written)
             require_whole(path, None)
 
 

@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from buffer.store import segments
-from buffer.store.segments import BUFFERS, GroupCache, Segments
+from buffer.store.segments import BUFFERS, Segments
+from buffer.wire.batches import GroupCache
 
 
 def group(size: int) -> list[bytes]:
@@ -19,26 +20,26 @@ def test_the_oldest_make_room() -> None:
     cache = GroupCache(100)
     for item in range(5):
         cache.add(item, group(15))
-    assert [cache.get(item) is not None for item in range(5)] == [False, False, True, True, True]
+    assert [cache.groups.get(item) is not None for item in range(5)] == [False, False, True, True, True]
     assert cache.bytes == 90
     cache.add(9, group(60))
-    assert cache.get(9) is None and cache.bytes == 0, "one that does not fit is not kept, and all made room for it"
+    assert cache.groups.get(9) is None and cache.bytes == 0, "one that does not fit is not kept, and all made room"
 
 
 def test_a_later_group_of_an_item_takes_the_place_of_the_earlier() -> None:
     cache = GroupCache(100)
     cache.add(1, group(10))
     cache.add(1, group(20))
-    assert cache.get(1) == group(20) and cache.bytes == 40
+    assert cache.groups.get(1) == group(20) and cache.bytes == 40
 
 
 def test_what_is_released_is_forgotten() -> None:
     cache = GroupCache(100)
     for item in range(3):
         cache.add(item, group(10))
-    cache.release([0, 2, 7])
-    assert [cache.get(item) is not None for item in range(3)] == [False, True, False] and cache.bytes == 20
-    cache.forget(0)
+    cache.forget([0, 2, 7])
+    assert [cache.groups.get(item) is not None for item in range(3)] == [False, True, False] and cache.bytes == 20
+    cache.forget([0])
     assert cache.bytes == 20
 
 

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from buffer.ledger.rules import Ledger
-from buffer.ledger.types import ItemState, Lengths, SampleStats, Saved, Transaction
+from buffer.ledger.types import ItemState, Lengths, SampleStats, Saved, Transaction, item_values
 from buffer.problems import Problems
 from buffer.store import segments
 from buffer.store.faults import StoreError
@@ -94,8 +94,8 @@ def test_everything_is_read_back_from_the_file(tmp_path: Path) -> None:
             == ledger.view.counts()
             == dict(leased=1, stored=1, waiting=0, batched=2, trained=2, dropped=0)
         )
-        assert {e.number: e.row_values() for e in saved.items} == {
-            e.number: e.row_values() for e in ledger.state.items.values()
+        assert {e.number: item_values(e) for e in saved.items} == {
+            e.number: item_values(e) for e in ledger.state.items.values()
         }
     states = {item.number: item.state for item in saved.items}
     assert states == {0: "batched", 1: "batched", 2: "batched", 3: "batched", 4: "stored", 5: "leased"}

@@ -10,10 +10,10 @@ import zmq
 import zmq.asyncio
 
 from buffer.wire import router
-from buffer.wire.connections import ConnectionTracker
 from buffer.wire.message import Message, pack
 from buffer.wire.protocol import Status
 from buffer.wire.requests import PendingRequests
+from buffer.wire.router import ConnectionTracker
 from buffer.wire.server import BufferServer
 from tests.buffer.wire.test_many import hello
 from tests.harness.buffer_process import in_loop, make_requests

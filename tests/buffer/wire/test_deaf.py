@@ -114,8 +114,8 @@ class Deaf(Scripted):
 
         self.requests.handlers.store.commit = slowly  # type: ignore[method-assign]
 
-    async def _wake(self, at_once: bool) -> None:
-        await super()._wake(at_once)
+    async def _wake(self, now: float, at_once: bool) -> None:
+        await super()._wake(now, at_once)
         self.clock.mark(TICK_S)
         self.time += self.stopped_s
 

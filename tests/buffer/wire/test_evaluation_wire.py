@@ -164,7 +164,7 @@ def test_only_samples_of_the_first_and_the_newest_are_kept(tmp_path: Path):
     requests = make_requests(tmp_path / "buffer.sqlite", eval_every=1)
     ledger, store = requests.handlers.ledger, requests.handlers.store
     for version in range(30):
-        ledger.state.raise_ceiling(version)
+        ledger.state.ceiling = max(ledger.state.ceiling, version)
         assert ledger.evaluations.claim("s#1", version, ledger.view.reach, 0.0) == version
         ledger.evaluations.finish("s#1", version, version, "{}", '{"few": []}', ledger.view.reach)
         transaction = requests.handlers.changes()

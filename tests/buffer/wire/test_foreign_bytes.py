@@ -131,7 +131,7 @@ def test_a_message_that_can_be_read_and_not_be_served_is_refused(what: str, tmp_
     finally:
         sys.setrecursionlimit(limit)
     committed(requests)
-    ((_, answer),) = requests.answers()
+    ((_, answer),) = requests.out
     assert isinstance(unpack(answer, ANSWERS)[1], Refused)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from buffer.ledger.difficulty import Shares
 from buffer.wire.client import RolloutClient
-from buffer.wire.protocol import Finished, Part, State, Status, Take, Trained
+from buffer.wire.protocol import Ack, Finished, Part, State, Status, Take, Trained
 from configs.load import load
 from configs.resume import fingerprint
 from tests.harness.buffer_process import PROBLEMS, buffer, client, group, in_loop, make_requests, process, rollout
@@ -40,7 +40,7 @@ async def play(address: str, version: int, print_: str) -> None:
         while missing:
             missing = await serve(RolloutClient(server, lambda: version), missing, {"2"})
         await learner.expect(Take(version=version, rank=0, world=1), Part)
-        await learner.request(Trained(version=version, oldest_kept=0))
+        await learner.expect(Trained(version=version, oldest_kept=0), Ack)
 
 
 async def state_of(address: str, print_: str = "") -> State:

@@ -42,7 +42,7 @@ def test_an_ask_waits_for_rows_and_the_buffer_does_not(tmp_path: Path) -> None:
                 assert items
                 found.extend(item.problem["extra_info"]["reasoning_gym"]["index"] for item in items)
                 start = time.monotonic()
-                await observer.request(protocol.Status())
+                await observer.expect(protocol.Status(), protocol.State)
                 waits.append(time.monotonic() - start)
 
     with subprocess.Popen([sys.executable, "-m", "buffer", *words]) as process:

@@ -12,6 +12,7 @@ from buffer.resources import OpenFiles
 from buffer.wire import requests as pending
 from buffer.wire.batches import LoopTurn
 from buffer.wire.client import RefusedError
+from buffer.wire.handlers import revision_of
 from buffer.wire.message import FRAME_BYTES, pack, pack_frames, unpack
 from buffer.wire.protocol import (
     ANSWERS,
@@ -69,8 +70,9 @@ class Clients:
         committed(self.requests)
         answers = [
             (bytes(who).decode(), *unpack(first, ANSWERS, [bytes(one) for one in large]))
-            for who, first, *large in self.requests.answers()
+            for who, first, *large in self.requests.out
         ]
+        self.requests.out.clear()
         self.requests.handlers.groups.turn = turn or LoopTurn()
         return answers
 
@@ -188,12 +190,16 @@ def test_figures_of_a_restarted_buffer_are_read_in_turns(tmp_path: Path):
 class TriesAll(PendingRequests):
     """Tries each parked request at every change: what is parked in groups must come to the same."""
 
-    def _retry_alike(self, wait, now):
-        for _, request in self._parked.of([wait]):
-            self._try(request, now)
+    def retry(self, now):
+        again = True
+        while again or self._tried != revision_of(self.handlers):
+            again, self._tried = False, revision_of(self.handlers)
+            for request in list(self._parked):
+                self._try(request, now)
+        super().retry(now)
 
-    def _retry_asks(self, now):
-        for _, request in self._parked.of(self._parked.waits("Ask")):
+    def _retry_asks(self, waits, now):
+        for _, request in self._parked.of(waits):
             self._try(request, now)
 
 

@@ -167,7 +167,7 @@ def test_whatever_arrives_the_buffer_goes_on(frames, role):
     )
     it.receive([b"observer", pack(5, Status())], 0.0, "observer")
     committed(it)
-    identity, last = it.answers()[-1]
+    identity, last = it.out[-1]
     number, state = unpack(last, ANSWERS)
     assert (identity, number) == (b"observer", 5)
     assert isinstance(state, State)

@@ -32,16 +32,16 @@ async def test_a_number_is_refused_without_a_launcher_and_beyond_what_it_can_kee
     async with buffer() as it, observer(it.address) as person:
         assert (await state(person)).wanted_servers is None
         with pytest.raises(RefusedError, match="no launcher keeps this run's servers"):
-            await person.request(Scale(servers=2))
+            await person.expect(Scale(servers=2), Ack)
         await person.expect(kept("rollout-0"), Ack)
         assert ((now := await state(person)).wanted_servers, now.wanted_by_person) == (1, False)
         with pytest.raises(RefusedError, match="5 servers: the run may have 1 to 4; there are GPUs for 4 of them"):
-            await person.request(Scale(servers=5))
+            await person.expect(Scale(servers=5), Ack)
         await person.expect(Scale(servers=3), Ack)
         assert ((now := await state(person)).wanted_servers, now.wanted_by_person) == (3, True)
         async with client(it.address) as server:
             with pytest.raises(RefusedError, match="Scale is a request of the launcher"):
-                await server.request(Scale(servers=1))
+                await server.expect(Scale(servers=1), Ack)
 
 
 @in_loop

@@ -303,13 +303,13 @@ def test_a_server_that_connects_again_keeps_its_leases():
     handlers.peers.hello(back, hello("rollout-1", "b"), 0.0)
     handlers.peers.hello(learner, hello("learner-0", "c", "learner"), 0.0)
     for identity in (ended, back):
-        assert handlers.answer(handlers.peers.known[identity], 1, Ask(request=1, version=0, room=2), 9.0).items
+        assert handlers.answers[Ask](handlers.peers.known[identity], Ask(request=1, version=0, room=2), 9.0).items
     for identity in (ended, back, learner, b"nobody"):
         handlers.peers.on_disconnect(identity, 10.0)
     assert status.state(handlers, [], 0, 11.0).servers["rollout-0"]["gone_s"] == 1.0
     requests.receive([back, pack(2, Status())], 11.0, "rollout")
-    assert handlers.expire(11.5) == 12.5
-    handlers.expire(12.5)
+    assert requests.expire(11.5) == 12.5
+    requests.expire(12.5)
     servers = status.state(handlers, [], 0, 13.0).servers
     assert (servers["rollout-0"]["leases"], servers["rollout-1"]["leases"]) == (0, 2)
     assert "gone_s" in servers["rollout-0"] and "gone_s" not in servers["rollout-1"]
@@ -338,10 +338,10 @@ def test_the_end_of_a_connection_that_was_replaced_ends_no_lease(late_first):
     identities = [b"\0late", b"a"] if late_first else [b"a", b"\0late"]
     for identity in identities:
         handlers.peers.hello(identity, hello("rollout-0", "a"), 0.0)
-    assert handlers.answer(handlers.peers.known[b"a"], 1, Ask(request=1, version=0, room=2), 0.0).items
+    assert handlers.answers[Ask](handlers.peers.known[b"a"], Ask(request=1, version=0, room=2), 0.0).items
     requests.receive([b"\0late", pack(2, Status())], 0.0, "rollout")
     handlers.peers.on_disconnect(b"\0late", 0.0)
-    handlers.expire(5.0)
+    requests.expire(5.0)
     assert status.state(handlers, [], 0, 5.0).servers["rollout-0"]["leases"] == 2
 
 
@@ -412,7 +412,7 @@ async def test_the_end_is_told_to_both_sides():
         waiting = asyncio.create_task(samples.ask(1))
         await take(learner, 0)
         assert await waiting is None
-        finished = await learner.request(Take(version=1, rank=0, world=1))
+        finished = await learner.expect(Take(version=1, rank=0, world=1), Finished)
         assert isinstance(finished, Finished) and finished.outcome == "versions"
 
 
@@ -516,7 +516,7 @@ async def test_servers_learn_that_the_run_was_given_up_after_the_learner():
                 await samples.fail(item, "ValueError: no", kind="reward")
         asking = asyncio.create_task(samples.ask(1))
         await until_waiting(learner)
-        assert isinstance(await learner.request(Take(version=0, rank=0, world=1)), Finished)
+        assert await learner.expect(Take(version=0, rank=0, world=1), Finished)
         assert await asyncio.wait_for(asking, 120) is None
 
 
@@ -611,7 +611,7 @@ async def test_a_restarted_learner_gets_identical_batches():
                 part.model_copy(update=of_run) for part in before[1:]
             ]
             with pytest.raises(RefusedError, match="batch 0 is gone"):
-                await learner.request(Rewind(version=0))
+                await learner.expect(Rewind(version=0), Rewound)
 
 
 @in_loop
@@ -635,14 +635,14 @@ def test_a_batch_is_the_same_wherever_its_samples_are_read(monkeypatch, cached, 
     mine.peers.hello(b"s", hello(), 0.0)
     mine.peers.hello(b"l", hello("learner-0", "u", "learner"), 0.0)
     server, learner = mine.peers.known[b"s"], mine.peers.known[b"l"]
-    work = mine.answer(server, 1, Ask(request=1, version=0, room=2), 0.0)
+    work = mine.answers[Ask](server, Ask(request=1, version=0, room=2), 0.0)
     packed = {item.item: [sample.pack() for sample in group(item.item)] for item in work.items}
-    for number, item in enumerate(work.items, 2):
+    for item in work.items:
         put = Put(item=item.item, lease=item.lease, samples=packed[item.item])
-        assert mine.answer(server, number, put, 0.0).accepted
+        assert mine.answers[Put](server, put, 0.0).accepted
     if commit:
         committed(requests)
-    part = mine.answer(learner, 1, Take(version=0, rank=0, world=1), 0.0)
+    part = mine.answers[Take](learner, Take(version=0, rank=0, world=1), 0.0)
     assert set(part.rows.item.numpy().tolist()) == packed.keys()
     assert part.samples == [data for item in dict.fromkeys(part.rows.item.numpy().tolist()) for data in packed[item]]
     committed(requests)
@@ -696,9 +696,12 @@ class Run:
                         self.acknowledged.add(item.item)
             beating.cancel()
 
+    def take(self) -> Take:
+        return Take(version=self.version, rank=0, world=1)
+
     async def learn(self) -> None:
         async with client(self.address, "learner-0", "learner", fingerprint=self.fingerprint) as connection:
-            while isinstance(part := await connection.request(Take(version=self.version, rank=0, world=1)), Part):
+            while isinstance(part := await connection.expect(self.take(), Part, Finished), Part):
                 self.trained.append(items_of(part))
                 await connection.expect(Trained(version=self.version, oldest_kept=0), Ack)
                 self.version += 1

@@ -8,10 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer.ledger.types import SampleStats
-from buffer.wire import split
+from buffer.wire import batches
+from buffer.wire.batches import MOST_COLUMNS, cut, cut_groups, parts, sample_rows
 from buffer.wire.protocol import Part, Put, Take
 from buffer.wire.sample import sample_stats
-from buffer.wire.split import MOST_COLUMNS, cut, cut_groups, parts, sample_rows
 from tests.buffer.wire.test_many import Clients
 from tests.harness.buffer_process import group, make_requests
 
@@ -99,7 +99,7 @@ def test_of_very_many_metrics_those_of_most_samples_are_kept():
 
 
 def test_metrics_that_are_left_out_of_a_batch_are_counted_and_said(monkeypatch, caplog):
-    monkeypatch.setattr(split, "MOST_COLUMNS", 2)
+    monkeypatch.setattr(batches, "MOST_COLUMNS", 2)
     clients = Clients(make_requests(groups=1))
     (item,) = clients.work("a", 1)
     samples = [

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from buffer.store.segments import FREE_AT_ONCE, GroupCache
 from buffer.wire import server as wire
+from buffer.wire.batches import FREE_AT_ONCE, GroupCache
 from buffer.wire.message import Frame, pack, unpack
 from buffer.wire.protocol import ANSWERS, Ask, Heartbeat, Hello, Put, Take, Trained, Work
 from buffer.wire.requests import PendingRequests
@@ -59,7 +59,7 @@ class Scripted(BufferServer):
         with suppress(Over):
             await self.serve(self.requests)
 
-    async def _wake(self, at_once: bool) -> None:
+    async def _wake(self, now: float, at_once: bool) -> None:
         if not self.turns and not at_once:
             raise Over
 
@@ -124,7 +124,7 @@ async def test_the_memory_of_a_trained_batch_is_freed_over_several_turns() -> No
         left = []
         await server.turn(("l0", Trained(version=0, oldest_kept=0)))
         for _ in range(3):
-            left.append(len(cache._forgotten))
+            left.append(len(cache.forgotten))
             await server.turn()
     assert left == [FREE_AT_ONCE + 1, 1, 0] and requests.handlers.groups.cache.bytes == 0
     requests.handlers.store.close()
@@ -134,11 +134,11 @@ def test_what_is_to_be_freed_is_neither_found_nor_counted() -> None:
     cache = GroupCache(100)
     for item in range(4):
         cache.add(item, [bytes(10)])
-    cache.release([0, 1, 2])
-    assert cache.get(0) is None and cache.bytes == 10 and len(cache._forgotten) == 3
+    cache.forget([0, 1, 2])
+    assert cache.groups.get(0) is None and cache.bytes == 10 and len(cache.forgotten) == 3
     cache.add(0, [bytes(20)])
-    cache.free(8)
-    assert cache.get(0) and cache.get(3) and cache.bytes == 30 and not cache._forgotten
+    del cache.forgotten[-8:]
+    assert cache.groups.get(0) and cache.groups.get(3) and cache.bytes == 30 and not cache.forgotten
 
 
 def listening() -> Iterator[tuple[int, int]]:

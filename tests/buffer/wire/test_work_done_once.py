@@ -8,6 +8,7 @@ import pytest
 from buffer.problems import Problems
 from buffer.wire import requests as pending
 from buffer.wire import sample
+from buffer.wire.handlers import revision_of
 from buffer.wire.protocol import Ack, Ask, Heartbeat, Later, Part, Put, Rewind, Stored, Take, Trained, Work
 from tests.buffer.wire.test_many import Clients, hello
 from tests.harness.buffer_process import PROBLEMS, group, make_requests
@@ -44,7 +45,7 @@ def test_trained_of_every_rank_costs_the_same_however_much_is_stored() -> None:
     handlers.ledger.state.items = NotScanned(handlers.ledger.state.items)
     groups = handlers.groups
     groups._bytes, groups._figures = NotScanned(groups._bytes), NotScanned(groups._figures)
-    groups.cache._groups = NotScanned(groups.cache._groups)
+    groups.cache.groups = NotScanned(groups.cache.groups)
     numbers, cuts, revisions = [], set(), set()
     for rank in range(RANKS):
         numbers.append(clients.say(f"l{rank}", Trained(version=0, oldest_kept=0)))
@@ -52,12 +53,12 @@ def test_trained_of_every_rank_costs_the_same_however_much_is_stored() -> None:
         parts = {number: message for _, number, message in clients.turn()}
         assert parts[numbers[-1]] == Ack()
         cuts.add(id(groups._cut))
-        revisions.add(handlers.revision)
+        revisions.add(revision_of(handlers))
     assert len(cuts) == 1, "the next batch is cut once, also if ranks send Trained after the first rank has taken it"
     assert len(revisions) == 1, "a repeated Trained must not retry parked requests"
     assert handlers.ledger.state.last_trained == 0 and len(groups._cut) == 2
     assert groups.bytes_stored == sum(sizes[item] for item in range(2, 60))
-    assert len(groups._figures) == len(groups._bytes) == len(groups.cache._groups) == 58
+    assert len(groups._figures) == len(groups._bytes) == len(groups.cache.groups) == 58
 
 
 def test_bytes_of_batches_that_a_rewind_brings_back_count_again() -> None:
@@ -83,7 +84,7 @@ def test_bytes_of_groups_that_are_taken_back_count_no_longer() -> None:
     clients.turn()
     handlers = clients.requests.handlers
     assert handlers.ledger.view.counts()["waiting"] == 2
-    assert handlers.groups.bytes_stored == 0 and not handlers.groups._figures and not handlers.groups.cache._groups
+    assert handlers.groups.bytes_stored == 0 and not handlers.groups._figures and not handlers.groups.cache.groups
 
 
 class CountedParses:
@@ -99,7 +100,7 @@ class CountedParses:
         monkeypatch.setattr(sample, "_parse_fast", counted)
 
 
-def test_a_parked_group_is_parsed_once_while_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_parked_group_is_parsed_once_when_there_is_room_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     clients = Clients(make_requests(groups=2, max_staleness=4, max_bytes=1))
     first, *others = clients.work("a", 4)
     clients.put("a", first)
@@ -109,15 +110,30 @@ def test_a_parked_group_is_parsed_once_while_it_waits(monkeypatch: pytest.Monkey
     for version in range(50):
         clients.say("b", Heartbeat(version=version % 2, holding=[]))  # each one is a change
         clients.turn()
-    assert parses.number == 2 * len(others)
+    assert parses.number == 0
     samples = [one.pack() for one in group(others[0].item)]
     clients.say("a", Put(item=others[0].item, lease=others[0].lease, samples=samples), numbers[0])  # repeated
     clients.turn()
-    assert parses.number == 2 * len(others)
+    assert parses.number == 0
     clients.say("l0", Take(version=0, rank=0, world=1))
     answers = [message for *_, message in clients.turn()]
     assert sum(isinstance(message, Stored) and message.accepted for message in answers) == len(others)
     assert parses.number == 2 * len(others)
+
+
+def test_a_group_that_cannot_be_trained_is_refused_once_there_is_room_and_its_item_goes_on() -> None:
+    clients = Clients(make_requests(groups=2, max_staleness=4, max_bytes=1))
+    first, second, third = clients.work("a", 3)
+    clients.put("a", first)
+    clients.turn()
+    samples = [one.pack() for one in group(second.item)][:1]
+    clients.say("a", Put(item=second.item, lease=second.lease, samples=samples))
+    clients.put("a", third)
+    assert clients.turn() == [], "the buffer is full"
+    clients.say("l0", Take(version=0, rank=0, world=1))
+    stored = [message for *_, message in clients.turn() if isinstance(message, Stored)]
+    assert [(one.accepted, one.unfit) for one in stored] == [(False, True), (True, False)]
+    assert clients.requests.parked_bytes == 0 and clients.requests.handlers.ledger.view.counts()["waiting"] == 1
 
 
 def test_a_group_that_is_put_off_is_parsed_when_it_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -111,7 +111,7 @@ async def answer_to(connection: Connection, message: Message) -> Message | None:
     """The answer within a second; None if it is refused."""
     try:
         async with asyncio.timeout(1.0):
-            answer = await connection.request(message)
+            answer = await connection.expect(message, Message)
     except RefusedError as refused:
         return print(f"{type(message).__name__}: {refused}")
     except TimeoutError:
