@@ -227,7 +227,7 @@ class Picture:
         return np.stack([levels[:, colour][self.pixels[:, :, colour]] for colour in range(3)])
 
         """[patches, 3 * temporal * patch²]: transformers' `pixel_values`. `levels`: [256, 3], what a byte becomes."""
-        """[patches, 3 * temporal * patch²]: transformers' `pixel_values`. `levels`: [256, 3], what each byte becomes."""
+        """[patches, 3 * temporal * patch²]: transformers' `pixel_values`. `levels`: [256, 3], what a byte becomes."""
         cells, form = self.cells(), self.format
         levels = form.levels() if levels is None else levels
         values = np.empty((len(cells), 3, form.temporal, form.patch**2), levels.dtype)
