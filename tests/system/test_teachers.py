@@ -1,5 +1,5 @@
-"""A launched run with a teacher on a real vLLM, which is killed while the run works: its numbers are transformers', and
-the kill costs time only."""
+"""Launched runs with teachers on a real vLLM, whose processes are killed while they work: the teachers' numbers are
+transformers', and a kill costs time only."""
 
 import subprocess
 import sys
@@ -7,14 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import psutil
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from buffer.wire.sample import Sample
 from tests.harness.ports import free_port
 from tests.harness.toy import ROOT, Run, Toy, python
-from tests.system.test_run import until
+from tests.system.test_run import audit, until
 
 pytestmark = [pytest.mark.long, pytest.mark.vllm, pytest.mark.timeout(1800)]
 ENGINE = "{dtype: float32, kv_cache_memory_bytes: 67108864}"
@@ -37,6 +39,22 @@ def launch(toy: Toy, name: str, *more: str) -> "subprocess.Popen[str]":
 
 def own(teacher: Path, port: int) -> list[str]:
     return [f"--teacher.model={teacher}", "--teacher.servers=1", f"--teacher.port={port}", f"--teacher.engine={ENGINE}"]
+
+
+def of_two_sources(toy: Toy) -> tuple[Path, dict[str, str]]:
+    """The problems, every second one of the source `second`; and by prompt the teacher of its source."""
+    rows = pq.read_table(toy.folder / "data" / "train.parquet").to_pylist()
+    for row in rows[::2]:
+        row["data_source"] = "second"
+    file = toy.folder / "two_sources.parquet"
+    pq.write_table(pa.Table.from_pylist(rows), file)
+    names = {"second": "second", "countdown": ""}
+    return file, {row["prompt"][0]["content"]: names[row["data_source"]] for row in rows}
+
+
+def servers(run: Run, word: str) -> list[psutil.Process]:
+    """The teacher servers of a run, or its rollout server."""
+    return [one for one in run.processes("rollout") if ("teacher" in one.cmdline()) == (word == "teachers")]
 
 
 def samples_of(run: Run) -> list[Sample]:
@@ -88,3 +106,40 @@ def test_a_killed_teacher_costs_time_and_no_sample(toy: Toy, teacher: Path) -> N
         np.testing.assert_allclose(found, by_transformers(teacher, sample), atol=2e-3)
     assert all(record["teacher/share"] == 1.0 for record in run.metrics())
     assert run.left_behind() == []
+
+
+def test_of_two_teachers_each_teaches_its_source_whatever_is_killed(toy: Toy, teacher: Path) -> None:
+    """SIGKILL to rollout server, buffer, learner and both teacher servers: each sample has the numbers of its row's
+    teacher. The second teacher is the policy that the run begins with."""
+    run, versions, port = toy.run("two-teachers"), 32, free_port()
+    file, teachers = of_two_sources(toy)
+    folders = {"": teacher, "second": toy.folder / "model"}
+    second = f"{{data_source: second, model: {folders['second']}, servers: 1, engine: {ENGINE}}}"
+    more = [f"--run.versions={versions}", f"--data.train={file}", f"--teacher.by_source=[{second}]"]
+    with launch(toy, "two-teachers", *more, *own(teacher, port)) as launcher:
+        try:
+            for kill in ("server", "buffer", "learner", "teachers"):
+                done = len(run.metrics())
+                until(lambda done=done: len(run.metrics()) > done + 2, f"version before the kill of {kill}")  # type: ignore[misc]
+                victims = run.processes(kill) if kill in ("buffer", "learner") else servers(run, kill)
+                assert len(victims) == (2 if kill == "teachers" else 1)
+                for victim in victims:
+                    victim.kill()
+            output, _ = launcher.communicate(timeout=1200)
+        finally:
+            launcher.kill()
+    assert launcher.returncode == 0, output[-4000:]
+    audit(run, versions, groups=4, staleness=4)
+    tokenizer, samples = AutoTokenizer.from_pretrained(teacher), samples_of(run)
+    assert len(samples) >= versions * 16
+    for number, sample in enumerate(samples):
+        sampled = sample.sampled.numpy() != 0
+        name = teachers[tokenizer.decode(sample.tokens.numpy()[: sampled.argmax()])]
+        assert sample.teacher == name and sample.teacher_logprobs is not None
+        found = sample.teacher_logprobs.numpy()[sampled]
+        assert (found < 0).any()
+        if number % (len(samples) // 20) < 2:
+            np.testing.assert_allclose(found, by_transformers(folders[name], sample), atol=2e-3)
+    assert {sample.teacher for sample in samples} == {"", "second"}
+    assert all(record["teacher/share"] == 1.0 for record in run.metrics())
+    assert any(record.keys() >= {"teacher/second/reverse_kl", "teacher/other/reverse_kl"} for record in run.metrics())
