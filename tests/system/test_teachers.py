@@ -25,9 +25,14 @@ ENGINE = "{dtype: float32, kv_cache_memory_bytes: 67108864}"
 @pytest.fixture(scope="module")
 def teacher(toy: Toy) -> Path:
     """A model that was shown right answers only."""
-    folder, problems = toy.folder / "teacher", toy.folder / "data" / "train.parquet"
-    words = ("--problems", problems, "--out", folder, "--right-only", "--steps", "2500", "--seed", "7")
-    made = python("examples.countdown.make_model", *words, timeout_s=900)
+    return shown(toy, "teacher", steps=2500)
+
+
+def shown(toy: Toy, name: str, steps: int) -> Path:
+    """Make a model that was shown so many batches of right answers."""
+    folder, problems = toy.folder / name, toy.folder / "data" / "train.parquet"
+    words = ("--problems", problems, "--out", folder, "--right-only", "--steps", steps, "--seed", "7")
+    made = python("examples.countdown.make_model", *map(str, words), timeout_s=900)
     assert made.returncode == 0, made.stderr
     return folder
 
@@ -108,10 +113,10 @@ def test_a_killed_teacher_costs_time_and_no_sample(toy: Toy, teacher: Path) -> N
     assert run.left_behind() == []
 
 
-def test_of_two_teachers_each_teaches_its_source_whatever_is_killed(toy: Toy, teacher: Path) -> None:
+def test_of_two_teachers_each_teaches_its_source_whatever_is_killed(toy: Toy) -> None:
     """SIGKILL to rollout server, buffer, learner and both teacher servers: each sample has the numbers of its row's
     teacher. The second teacher is the policy that the run begins with."""
-    run, versions, port = toy.run("two-teachers"), 32, free_port()
+    run, versions, port, teacher = toy.run("two-teachers"), 32, free_port(), shown(toy, "hasty", steps=15)
     file, teachers = of_two_sources(toy)
     folders = {"": teacher, "second": toy.folder / "model"}
     second = f"{{data_source: second, model: {folders['second']}, servers: 1, engine: {ENGINE}}}"
