@@ -4,8 +4,8 @@
 uniformly and one with `data.difficulty: {}`. Problems are Countdown's, as the prompts of the quickstart: 600 trivial
 ones, whose target is the sum, 300 fit ones, which need a minus, and 600 impossible ones, whose target no expression
 has. The student is as large as the quickstart's, and solves the trivial ones from the beginning: it was shown right
-answers to them, and to the others the quickstart's corrupted ones. `mean@2` of all fit problems, at temperature 1, is
-taken after every EVERY versions; a run ends where it is .7.
+answers to them, and to the others corrupted ones as the quickstart's. `mean@2` of all fit problems, at temperature 1,
+is taken after every EVERY versions; a run ends where it is .7.
 
 One core or two on the CPU, hours long; with `--gpus 0 1 2 3` all runs go side by side, server and learner of a run on
 two GPUs. `--set learner.lr=1e-3` changes keys of all runs; what is in DIR is kept, and `--only nothing` makes no runs.
@@ -28,7 +28,7 @@ from benchmarks.runs.ports import free_port
 from benchmarks.runs.processes import Died, Processes, records_in
 from benchmarks.teachers import ENGINE_ON_GPU, FILES, ON_GPU, laid_over, only_maker, setting, trained
 from benchmarks.weights.table import ResultRow, progress, write
-from examples.countdown.make_model import RANDOM_SHARE, UNTAGGED_SHARE, make_tokenizer
+from examples.countdown.make_model import make_tokenizer
 from examples.countdown.make_problems import render
 from examples.countdown.solver import expressions, solutions
 from examples.warm_start import END, make_model
@@ -37,11 +37,15 @@ GOAL, TARGET = 0.7, 0.6
 """Share of the fit problems to be solved, and tokens by difficulty as a share of those of uniform drawing, at most."""
 KINDS = {"trivial": 600, "fit": 300, "impossible": 600}
 """Problems of each kind."""
+SHOWN = {"trivial": 0.2, "fit": 0.6, "impossible": 0.2}
+"""Shares of what the student is shown."""
+RANDOM_SHARE, UNTAGGED_SHARE = 0.4, 0.2
+"""Of the answers to problems that are not trivial."""
 EVERY, ANSWERS = 4, 2
 STEPS = 1300
 CHANGES: dict[str, Any] = {
     "batch": {"groups": 32, "samples": 8},
-    "learner": {"lr": 4e-4, "schedule": "constant"},
+    "learner": {"lr": 8e-4, "schedule": "constant"},
     "eval": {"every": EVERY},
 }
 """What all runs change of the quickstart, before `--set`."""
@@ -96,8 +100,9 @@ def texts(rows: Sequence[Problem], draw: random.Random) -> Iterator[tuple[str, s
     truths = [row["reward_model"]["ground_truth"] for row in rows]
     possible = [list(expressions(truth["numbers"], "+-")) for truth in truths]
     right = [solutions(truth["numbers"], truth["target"], "+-") for truth in truths]
+    places = {kind: [at for at, row in enumerate(rows) if row["kind"] == kind] for kind in KINDS}
     while True:
-        index = draw.randrange(len(rows))
+        index = draw.choice(places[draw.choices([*SHOWN], [*SHOWN.values()])[0]])
         numbers, target = truths[index]["numbers"], truths[index]["target"]
         if rows[index]["kind"] == "trivial":
             yield render("short", numbers, target), f"<answer>{'+'.join(map(str, numbers))}</answer>{END}"

@@ -57,6 +57,14 @@ def of_two_sources(toy: Toy) -> tuple[Path, dict[str, str]]:
     return file, {row["prompt"][0]["content"]: names[row["data_source"]] for row in rows}
 
 
+def two_ports() -> int:
+    """The first of two free ports that follow each other, as the ports of a run's teacher servers do."""
+    first, second = free_port(), free_port()
+    while second != first + 1:
+        first, second = second, free_port()
+    return first
+
+
 def servers(run: Run, word: str) -> list[psutil.Process]:
     """The teacher servers of a run, or its rollout server."""
     return [one for one in run.processes("rollout") if ("teacher" in one.cmdline()) == (word == "teachers")]
@@ -116,7 +124,7 @@ def test_a_killed_teacher_costs_time_and_no_sample(toy: Toy, teacher: Path) -> N
 def test_of_two_teachers_each_teaches_its_source_whatever_is_killed(toy: Toy) -> None:
     """SIGKILL to rollout server, buffer, learner and both teacher servers: each sample has the numbers of its row's
     teacher. The second teacher is the policy that the run begins with."""
-    run, versions, port, teacher = toy.run("two-teachers"), 32, free_port(), shown(toy, "hasty", steps=15)
+    run, versions, port, teacher = toy.run("two-teachers"), 32, two_ports(), shown(toy, "hasty", steps=15)
     file, teachers = of_two_sources(toy)
     folders = {"": teacher, "second": toy.folder / "model"}
     second = f"{{data_source: second, model: {folders['second']}, servers: 1, engine: {ENGINE}}}"
@@ -125,7 +133,11 @@ def test_of_two_teachers_each_teaches_its_source_whatever_is_killed(toy: Toy) ->
         try:
             for kill in ("server", "buffer", "learner", "teachers"):
                 done = len(run.metrics())
-                until(lambda done=done: len(run.metrics()) > done + 2, f"version before the kill of {kill}")  # type: ignore[misc]
+                until(
+                    lambda done=done: len(run.metrics()) > done + 2 or launcher.poll() is not None,  # type: ignore[misc]
+                    f"version before the kill of {kill}",
+                )
+                assert launcher.poll() is None, launcher.communicate()[0][-4000:]
                 victims = run.processes(kill) if kill in ("buffer", "learner") else servers(run, kill)
                 assert len(victims) == (2 if kill == "teachers" else 1)
                 for victim in victims:
