@@ -7,6 +7,7 @@ import pytest
 
 from benchmarks.runs.ports import FIRST, LAST, free_port
 from benchmarks.teachers import (
+    ON_GPU,
     Plan,
     laid_over,
     last_version,
@@ -80,6 +81,12 @@ def test_some_settings_are_of_all_runs_and_each_run_has_a_name_of_its_own() -> N
     names = [name_of(args, Plan(0, taught, None, None)) for taught in (False, True)]
     assert names == ["rewards-seed0-groups256-versions9", "taught-seed0-groups256-versions9-betas0.80.9"]
     assert [last_version(args, Plan(0, taught, None, None)) for taught in (False, True)] == [9, 9]
+
+
+def test_on_gpus_a_run_survives_the_rounding_of_improbable_tokens() -> None:
+    """A run with a teacher ended at version 5 by a probe that differed by .061 nat in the mean, at log-probabilities of
+    -15 and -20: half the distance of two numbers of that size in bfloat16 is .03 to .06."""
+    assert ON_GPU["model"]["dtype"] == "bfloat16" and ON_GPU["weights"]["probe_tolerance"] == 0.2
 
 
 def plan_in(work: Path, only: str | None) -> tuple[argparse.Namespace, Plan, Path]:
