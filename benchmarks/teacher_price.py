@@ -3,9 +3,9 @@
 `python -m benchmarks.teacher_price` starts the real processes, one case after the other: `none` has no teacher,
 `beside` has one on a third GPU, `shared` one on the server's own GPU. Server and teacher have the same shape and random
 weights, and all servers the same share of memory. `--top-k 16` takes the form with the teacher's most probable tokens.
-With four GPUs, `FIRST_GPU=2` lets `none` run at the same time as `shared`. Prints one table, in which each case with a
-teacher stands against `none`, and writes JSON. Figures of an earlier command stay in the file if they are of the same
-day, hardware and versions. `--shape speck` is the small form for CPU.
+With four GPUs, `FIRST_GPU=2` lets `none` run at the same time as `shared`, with a folder `--work` of its own. Prints
+one table, in which each case with a teacher stands against `none` of its shape, and writes JSON. Figures of another
+command stay in the file if they are of the same day, hardware and versions. `--shape speck` is the small form for CPU.
 """
 
 import argparse
@@ -26,7 +26,7 @@ from benchmarks.weights.table import ResultRow, earlier, progress, write
 
 TEACHER_GPU = {"none": None, "beside": 2, "shared": 0}
 """By case: the number of the teacher's GPU after FIRST_GPU."""
-LENGTHS = {"Qwen2.5-1.5B": (512, 16, 16), "speck": (48, 4, 4)}
+LENGTHS = {"Qwen2.5-1.5B": (512, 16, 16), "SmolLM2-135M": (256, 16, 8), "speck": (48, 4, 4)}
 """By shape: tokens of an answer, groups and samples of a version."""
 SHARE = {"gpu_memory_utilization": 0.4}
 TOKENS, LIMIT = "trained tokens/s", 0.95
@@ -48,7 +48,8 @@ def run_of(args: argparse.Namespace, case: str) -> Processes:
         return run
     config = yaml.safe_load(run.file.read_text(encoding="utf-8"))
     teacher = {**config["rollout"]["engine"], "max_model_len": config["rollout"]["engine"]["max_model_len"] + 1}
-    config["teacher"] = {"model": config["model"]["path"], "servers": 1, "port": free_port(), "engine": teacher}
+    given = {"servers": args.servers, "port": free_port(), "engine": teacher}
+    config["teacher"] = {"model": config["model"]["path"], **given}
     if args.top_k:
         config["teacher"]["top_k"] = args.top_k
     run.file.write_text(yaml.safe_dump(config, sort_keys=False))
@@ -61,7 +62,8 @@ def measured(args: argparse.Namespace, case: str) -> list[ResultRow]:
         gpu = TEACHER_GPU[case]
         if gpu is not None:
             seen = {"CUDA_VISIBLE_DEVICES": str(FIRST_GPU + gpu)} if torch.cuda.is_available() else {}
-            run.start("teacher", "rollout teacher", "--name", "teacher-0", **seen)
+            for number in range(args.servers):
+                run.start(f"teacher-{number}", "rollout teacher", "--name", f"teacher-{number}", **seen)
         for name in ("buffer", "rollout", "learner"):
             run.start(name, name)
         run.wait(f"{args.warm_up} versions", lambda: versions_of(run) >= args.warm_up, args.start_s)
@@ -69,7 +71,8 @@ def measured(args: argparse.Namespace, case: str) -> list[ResultRow]:
         run.wait(f"{wanted} versions", lambda: versions_of(run) >= wanted, args.start_s)
         records = run.records()[args.warm_up - 1 : wanted]
     figures = figures_of(records)
-    name = f"{case}, top_k {args.top_k}" if args.top_k and gpu is not None else case
+    given = {"top_k": args.top_k, "servers": args.servers - 1 and args.servers} if gpu is not None else {}
+    name = ", ".join([case, args.shape, *(f"{key} {value}" for key, value in given.items() if value)])
     rows = [ResultRow(TOKENS, figures["sampled tokens/s"], "1/s", case=name)]
     rows += [ResultRow("the learner's wait in a version", figures["waits s/version"], "s", case=name)]
     for key, (what, unit) in SHOWN.items():
@@ -80,11 +83,13 @@ def measured(args: argparse.Namespace, case: str) -> list[ResultRow]:
 
 
 def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The rows, each case's tokens/s with those of `none` beside it."""
-    alone = next((row["value"] for row in rows if row["what"] == TOKENS and row["case"] == "none"), None)
-    for row in rows:
-        if alone and row["what"] == TOKENS and row["case"] != "none":
-            row |= {"against": "without a teacher", "against_value": alone, "ratio": round(row["value"] / alone, 3)}
+    """The rows, each case's tokens/s with those of `none` of its shape beside it."""
+    speeds = {row["case"]: row for row in rows if row["what"] == TOKENS}
+    for name, row in speeds.items():
+        alone = speeds.get(f"none, {name.split(', ')[1]}")
+        if alone and row is not alone:
+            ratio = round(row["value"] / alone["value"], 3)
+            row |= {"against": "without a teacher", "against_value": alone["value"], "ratio": ratio}
     return rows
 
 
@@ -93,6 +98,7 @@ def main() -> int:
     parser.add_argument("--shape", choices=LENGTHS, default="Qwen2.5-1.5B")
     parser.add_argument("--cases", default=",".join(TEACHER_GPU), help="some of none, beside, shared")
     parser.add_argument("--top-k", type=int, default=0, help="0: the teacher scores sampled tokens")
+    parser.add_argument("--servers", type=int, default=1, help="of the teacher, all on its GPU")
     parser.add_argument("--warm-up", type=int, default=4)
     parser.add_argument("--versions", type=int, default=8)
     parser.add_argument("--engine", type=json.loads, default={}, help="JSON of engine arguments of server and teacher")
@@ -102,7 +108,6 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "teacher_price.json")
     args = parser.parse_args()
     args.work.mkdir(parents=True, exist_ok=True)
-    rows = earlier(args.out)
     failed = False
     for case in args.cases.split(","):
         try:
@@ -111,9 +116,9 @@ def main() -> int:
             progress(f"{case}: {error}")
             failed = True
             continue
-        rows = compared([row for row in rows if row["case"] != found[0]["case"]] + found)
-        write(args.out, "teacher_price", rows, show=False)
-    write(args.out, "teacher_price", rows)
+        kept = [row for row in earlier(args.out) if row["case"] != found[0]["case"]]  # of a command beside this one too
+        write(args.out, "teacher_price", compared(kept + found), show=False)
+    write(args.out, "teacher_price", earlier(args.out))
     return int(failed)
 
 

@@ -1,7 +1,8 @@
 """GPU memory of the learner's steps beside its estimate, at the microbatch that `auto` takes: does the estimate hold?
 
-`python -m benchmarks.memory` needs GPUs and has two lists, `--list combinations` (many families, each with what it
-keeps given) and `--list shapes` (20 shapes of run files without keys for speed, for which `auto` decides everything).
+`python -m benchmarks.memory` needs GPUs and has three lists, `--list combinations` (many families, each with what it
+keeps given), `--list shapes` (20 shapes of run files without keys for speed, for which `auto` decides everything) and
+`--list critics` (a critic beside the policy).
 Each combination is a process of its own for each of its ranks, as many at a time as there are GPUs. `--share 1/4` takes
 the first of four parts of the list, for a machine that has one of four GPUs; `--only` takes names with one of these
 words. `--card-gib 79.2` makes a larger GPU as small as an 80 GB card: another process holds the rest of its memory.
@@ -25,13 +26,13 @@ from typing import Any
 
 import torch
 
-from benchmarks.memory.combinations import COMBINATIONS, SHAPES, SMALL, Combination
+from benchmarks.memory.combinations import COMBINATIONS, CRITICS, SHAPES, SMALL, Combination
 from benchmarks.runs.ports import free_port
 from benchmarks.weights.table import ResultRow, progress, write
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
-LISTS = {"combinations": COMBINATIONS, "shapes": SHAPES, "small": SMALL}
+LISTS = {"combinations": COMBINATIONS, "shapes": SHAPES, "critics": CRITICS, "small": SMALL}
 TOLERANCE = 0.05
 CORES = 2
 """Processes at a time without a GPU."""

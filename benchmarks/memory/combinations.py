@@ -127,5 +127,18 @@ COMBINATIONS = [
 ]
 """Shapes of many families with what is kept given, in an order in which every share of the list has some of each."""
 
-SMALL = [forced("speck", "block"), forced("speck-gpt-oss", "none"), forced("speck", "none", ranks=2)]
+
+def with_critic(model: str, way: str, ranks: int = 1) -> Combination:
+    """A policy that is trained beside a critic."""
+    forced_keys = forced(model, way).sections
+    return Combination(model, 2048, forced_keys | {"algorithm": {"loss": "ppo", "advantage": "gae"}}, ranks)
+
+
+CRITICS = [with_critic("Qwen3-0.6B", "none"), with_critic("1.5B", "block"), with_critic("3B", "block", ranks=2)]
+SMALL = [
+    forced("speck", "block"),
+    forced("speck-gpt-oss", "none"),
+    forced("speck", "none", ranks=2),
+    with_critic("speck", "none"),
+]
 """For a CPU, which has no peak: they show that the command works."""

@@ -14,15 +14,17 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.learner.cases import part_of, sample_of
 from benchmarks.memory.combinations import Combination, model_of
 from benchmarks.memory.holders import holders
 from benchmarks.weights.family_shapes import vocabulary_of
 from buffer.wire.sample import Sample
+from configs.critic import keeps_critic
 from configs.publishing import copies_over
 from configs.schema import Config
+from learner.critic.critic import Critic
 from learner.model.memory import GIB, gpu_memory, memory_budget
 from learner.model.policy import Policy
 from learner.model.settled import keeps_reference
@@ -74,9 +76,8 @@ def train(combination: Combination, explain: bool) -> dict[str, Any]:
     try:
         policy = Policy(config.model, config.learner, mesh, random=True)
         reference = Policy(config.model, config.learner, mesh, frozen=True, random=True) if with_reference else None
-        algorithm = Algorithm(
-            config.algorithm, Optimizer(policy, config.learner, 1000), budget, combination.tokens, reference
-        )
+        given = config.algorithm, Optimizer(policy, config.learner, 1000), budget, combination.tokens, reference
+        algorithm = Algorithm(*given, critic=critic_of(config, mesh) if keeps_critic(config) else None)
         words, longest = vocabulary_of(model_of(combination.model)), PROMPT + combination.tokens
 
         def step(tokens: int, microbatches: int) -> dict[str, float]:
@@ -88,6 +89,12 @@ def train(combination: Combination, explain: bool) -> dict[str, Any]:
         return found | {"error": f"out of memory: {str(error).splitlines()[0]}"}
     found |= {"held": held.numel() / GIB, "estimate": expected.total(int(found["largest"])) / GIB}
     return found | {"parts": expected.describe(int(found["largest"]))}
+
+
+def critic_of(config: Config, mesh: DeviceMesh) -> Critic:
+    """A critic as `learner/__main__.py` builds it, with random weights."""
+    body = Policy(config.model, config.learner, mesh, random=True, valued=True)
+    return Critic(config.algorithm.critic, body, Optimizer(body, config.learner, 1000))
 
 
 def measured_step(step: Callable[[int, int], dict[str, float]], budget: int, explain: bool) -> dict[str, Any]:

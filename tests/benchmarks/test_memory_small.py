@@ -1,13 +1,15 @@
 """The benchmark of memory: which combinations it takes, what it says of them, and what holds a peak."""
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from benchmarks.memory.__main__ import rows_of, selected, share, summary
-from benchmarks.memory.combinations import COMBINATIONS, SHAPES, Combination
+from benchmarks.memory.combinations import COMBINATIONS, CRITICS, SHAPES, Combination
 from benchmarks.memory.holders import holders
-from benchmarks.memory.training import filled
+from benchmarks.memory.training import filled, run_file_of
+from configs.critic import keeps_critic
 
 FOUND: dict[str, Any] = {
     "peak": 70.0, "estimate": 77.0, "largest": 8192, "tokens/s": 10.0, "settings": {"compile": False},
@@ -27,7 +29,7 @@ def test_holders_are_those_of_the_highest_sum_and_not_of_the_end() -> None:
     assert holders(events) == ["2.000 GiB = 2 x 1,073,741,824: b.py:1 f", "0.500 GiB = 1 x 536,870,912: b.py:2 f"]
 
 
-@pytest.mark.parametrize("items", [COMBINATIONS, SHAPES], ids=["combinations", "shapes"])
+@pytest.mark.parametrize("items", [COMBINATIONS, CRITICS, SHAPES], ids=["combinations", "critics", "shapes"])
 def test_shares_are_the_whole_list_once(items: list[Combination]) -> None:
     taken = [index for number in range(1, 5) for index in selected(items, "", share(f"{number}/4"))]
     assert sorted(taken) == [*range(len(items))]
@@ -50,6 +52,12 @@ def test_what_is_more_than_5_percent_off_counts_as_off() -> None:
     assert [row.value for row in rows_of(one, FOUND)][:2] == [70.0, pytest.approx(10.0)]
     answers = {"a": FOUND, "b": FOUND | {"estimate": 72.0}, "c": FOUND | {"estimate": 66.0}, "d": {"error": "full"}}
     assert [row.value for row in summary(answers, 3)] == [1, 2, 3]
+
+
+def test_a_critic_is_trained_where_the_list_says_so(tmp_path: Path) -> None:
+    assert all(keeps_critic(run_file_of(one, tmp_path)) for one in CRITICS)
+    assert not any(keeps_critic(run_file_of(one, tmp_path)) for one in SHAPES)
+    assert "advantage gae" in CRITICS[0].name
 
 
 def test_samples_fill_microbatches() -> None:

@@ -6,7 +6,19 @@ from pathlib import Path
 import pytest
 
 from benchmarks.runs.ports import FIRST, LAST, free_port
-from benchmarks.teachers import Plan, laid_over, only_maker, plans, play, reached, rows_of, setting
+from benchmarks.teachers import (
+    ON_GPU,
+    Plan,
+    laid_over,
+    last_version,
+    name_of,
+    only_maker,
+    plans,
+    play,
+    reached,
+    rows_of,
+    setting,
+)
 
 
 @pytest.mark.parametrize(
@@ -63,13 +75,27 @@ def test_a_setting_is_laid_over_key_by_key() -> None:
     assert config["teacher"] == {"engine": {"dtype": "float32"}}
 
 
+def test_some_settings_are_of_all_runs_and_each_run_has_a_name_of_its_own() -> None:
+    both, own = ["batch.groups=256", "run.versions=9"], ["learner.betas=[0.8, 0.9]"]
+    args = argparse.Namespace(both=both, set=own, versions=10)
+    names = [name_of(args, Plan(0, taught, None, None)) for taught in (False, True)]
+    assert names == ["rewards-seed0-groups256-versions9", "taught-seed0-groups256-versions9-betas0.80.9"]
+    assert [last_version(args, Plan(0, taught, None, None)) for taught in (False, True)] == [9, 9]
+
+
+def test_on_gpus_a_run_survives_the_rounding_of_improbable_tokens() -> None:
+    """A run with a teacher ended at version 5 by a probe that differed by .061 nat in the mean, at log-probabilities of
+    -15 and -20: half the distance of two numbers of that size in bfloat16 is .03 to .06."""
+    assert ON_GPU["model"]["dtype"] == "bfloat16" and ON_GPU["weights"]["probe_tolerance"] == 0.2
+
+
 def plan_in(work: Path, only: str | None) -> tuple[argparse.Namespace, Plan, Path]:
     """A run on rewards alone, whose run file and one record exist."""
     folder = work / "rewards-seed0"
     folder.mkdir()
     (folder / "given.yaml").write_text("of another process")
     (folder / "metrics.jsonl").write_text('{"version": 1, "reward/mean": 0.5}\n{"version": 2, "rew')
-    args = argparse.Namespace(work=work, set=[], only=only, versions=10, budget_s=5.0)
+    args = argparse.Namespace(work=work, set=[], both=[], only=only, versions=10, budget_s=5.0)
     return args, Plan(0, False, None, None), folder / "given.yaml"
 
 

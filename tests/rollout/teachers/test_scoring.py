@@ -13,8 +13,10 @@ import pytest
 from buffer.wire.protocol import WorkItem
 from buffer.wire.sample import Sample, sample_stats
 from buffer.wire.values import Bounds
+from configs.load import load
 from configs.schema import TeacherConfig
 from rollout.episodes.episode import Episodes, Failure, Group
+from rollout.episodes.setup import RolloutSetup
 from rollout.rewards.no_reward import NoReward
 from rollout.tasks.trajectory import Generate, Problem, Recorded, Trajectory, single_turn
 from rollout.teachers.scoring import Teachers
@@ -23,6 +25,9 @@ from tests.harness.keys import TOKEN, give_keys
 from tests.harness.model_server import ModelServer
 from tests.harness.ports import free_port
 from tests.harness.teaching import OTHERS, by_context, completions, teacher_server
+from tests.harness.toy import ROOT
+
+RUN = ROOT / "examples/countdown/quickstart.yaml"
 
 
 def item(problem: str = "1+1=", **columns: Any) -> WorkItem:
@@ -251,6 +256,16 @@ async def test_without_a_reward_the_teacher_is_all_there_is() -> None:
         outcome = await made.run(item())
     assert isinstance(outcome, Group) and [sample.reward for sample in outcome.samples] == [0.0] * 3
     assert outcome.samples[0].teacher_logprobs is not None
+
+
+async def test_an_evaluation_asks_no_teacher() -> None:
+    """Its episodes are made by the setup of a run with teachers."""
+    config, engine = load([str(RUN)]), FakeEngine(lambda prompt: [ord("2"), ord(".")])
+    async with teacher_server() as server, Teachers(TeacherConfig(url=server.url), Path("none")) as teachers:
+        setup = RolloutSetup(FakePrompts(), single_turn, FakeRewards(), teachers=teachers)  # type: ignore[arg-type]
+        outcome = await setup.episodes(config, engine, 0.0, 1).run(item())  # type: ignore[arg-type]
+        assert server.requests == []
+    assert isinstance(outcome, Group) and outcome.samples[0].teacher_logprobs is None
 
 
 async def test_the_runs_own_teacher_is_waited_for_and_asked_with_the_token(tmp_path: Path) -> None:
