@@ -42,6 +42,10 @@ LENGTHS = (5, 40, 17, 3, 29)
 VERSIONS = 5
 SAMPLED = 24
 """Tokens of an answer: longer than any window of a small copy."""
+TEMPERATURE = 16.0
+"""At 1 random weights are certain of each token, whose log-probability would be 0 at both ends."""
+LEAST_UNCERTAIN = 0.1
+"""Mean nats of sampled tokens, below which their comparison shows nothing."""
 PUSH_S = 120.0
 OPTIONS = LearnerConfig(gather="pass", activation_checkpointing="none", head_chunk_tokens=64, compile=False)
 NAME = "server"
@@ -139,17 +143,20 @@ async def compare_texts(what: str, engine: Engine, policy: Policy, texts: Sequen
 
 async def compare_sampled(what: str, engine: Engine, policy: Policy, prompts: Sequence[np.ndarray]) -> Check:
     """Compare the log-probabilities with which the server samples answers to several prompts at the same time."""
-    answers = await asyncio.gather(*(engine.generate(prompt.tolist(), SAMPLED, 1.0) for prompt in prompts))
+    answers = await asyncio.gather(*(engine.generate(prompt.tolist(), SAMPLED, TEMPERATURE) for prompt in prompts))
     texts = [np.append(prompt, answer.tokens) for prompt, answer in zip(prompts, answers, strict=True)]
-    return _judged(what, policy, texts, [answer.logprobs for answer in answers])
+    found = [np.asarray(answer.logprobs) for answer in answers]
+    if float(-np.concatenate(found).mean()) < LEAST_UNCERTAIN:
+        return Check(what=what, note="the small copy is certain of every token that it samples")
+    return _judged(what, policy, texts, found, TEMPERATURE)
 
 
 def _judged(
-    what: str, policy: Policy, texts: Sequence[np.ndarray], served: Sequence[Sequence[float] | np.ndarray]
+    what: str, policy: Policy, texts: Sequence[np.ndarray], served: Sequence[Any], temperature: float = 1.0
 ) -> Check:
     """`served`: log-probabilities of the last tokens of each text."""
     row = packed_row(texts)
-    parts = policy.score(policy.place(row), 1.0)[row.scored].split([len(text) - 1 for text in texts])
+    parts = policy.score(policy.place(row), temperature)[row.scored].split([len(text) - 1 for text in texts])
     ours = torch.cat([part[len(part) - len(each) :] for part, each in zip(parts, served, strict=True)])
     theirs = torch.tensor(np.concatenate(served), dtype=torch.float32)
     return judged(
