@@ -12,6 +12,7 @@ OTHER_FORMS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 POINTER = b"version https://git-lfs"
 """Git LFS leaves it in place of a large file."""
 MOST_HEADER = 100_000_000
+FLOATS = ("BF16", "F16", "F32", "F64")
 AGAIN = "download the model again"
 
 
@@ -22,6 +23,8 @@ class FolderError(ValueError):
 class Header(NamedTuple):
     shapes: dict[str, list[int]]
     num_bytes: int
+    quantised: tuple[str, ...] = ()
+    """Weights that are no plain numbers, each with its type."""
 
 
 def weight_files(folder: Path) -> list[Path]:
@@ -50,7 +53,14 @@ def header_of(file: Path) -> Header:
         raise FolderError(f"{file.name} cannot be read: {error.strerror}; {AGAIN}") from None
     except (ValueError, AttributeError, LookupError, TypeError, RecursionError):
         raise FolderError(f"{file.name} has no header of a safetensors file; {AGAIN}") from None
-    return Header(shapes, 8 + length + end)
+    kinds = {name: str(tensor.get("dtype")) for name, tensor in tensors.items()}
+    quantised = tuple(f"{name} ({kind})" for name, kind in kinds.items() if _is_quantised(name, kind))
+    return Header(shapes, 8 + length + end, quantised)
+
+
+def _is_quantised(name: str, kind: str) -> bool:
+    """Other tensors, such as masks and positions, may be whole numbers."""
+    return kind.startswith(("F8", "F4", "F6")) or (name.endswith("weight") and kind not in FLOATS)
 
 
 def faults(folder: Path, weights: bool = True, served: bool = False) -> Iterator[str]:
@@ -88,15 +98,21 @@ def _weights(folder: Path, served: bool) -> Iterator[str]:
         yield f"{several if len(files) > 1 else f'{missing[0].name} is no file, or a link to none'}; {AGAIN}"
         return
     held: set[str] = set()
+    quantised: list[str] = []
     try:
         for file in files:
-            held.update(_whole_header(file).shapes)
+            header = _whole_header(file)
+            held.update(header.shapes)
+            quantised += header.quantised
         indexed = _shards(folder) if named and files != [folder / WHOLE] else {}
     except FolderError as error:
         yield str(error)
         return
     if lost := [name for name in indexed if name not in held]:
         yield f"{len(lost)} of the tensors in {INDEX} stand in no shard, such as {lost[0]}; {AGAIN}"
+    if quantised and not served:
+        scales = "and would be read without their scales; dequantise them to bfloat16 first"
+        yield f"{len(quantised)} of its weights are quantised, such as {quantised[0]}, {scales}"
 
 
 def _without(folder: Path, files: list[Path]) -> str:

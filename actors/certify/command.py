@@ -13,7 +13,7 @@ from rich.console import Console
 from rich.table import Table
 
 from configs.certificate import COLUMNS, Certificate, write
-from configs.entrypoint import BAD_INPUT, DONE, CommandParser, quiet_hub
+from configs.entrypoint import BAD_INPUT, DONE, FAILED, CommandParser, quiet_hub
 from configs.load import ConfigError
 from configs.plain_text import output, print_visible, visible_line
 from configs.schema import ModelConfig
@@ -31,7 +31,7 @@ def main(argv: Sequence[str]) -> int:
     if given.out and (why := unwritable(given.out)):
         print_visible(f"--out: {given.out}: {why}", sys.stderr)
         return BAD_INPUT
-    from learner.certify.process import made  # imports torch
+    from learner.certify.process import NoCertificate, made  # imports torch
 
     try:
         certificate = made(model, not given.no_shared_prompts)
@@ -39,9 +39,9 @@ def main(argv: Sequence[str]) -> int:
             from actors.certify.served import with_server
 
             certificate = with_server(certificate, model)
-    except ConfigError as error:
+    except (ConfigError, NoCertificate) as error:
         print_visible(f"{PROG}: {error}", sys.stderr)
-        return BAD_INPUT
+        return BAD_INPUT if isinstance(error, ConfigError) else FAILED
     show(certificate)
     if given.out:
         write(certificate, given.out)

@@ -1,6 +1,7 @@
 """Compares a real vLLM server on the CPU with a learner's small copy of the model, pushed to it and loaded from disk.
 
-Random texts show softcaps and scales, because no model predicts them well. Takes about a minute.
+The server scores texts and samples answers. Random texts show softcaps and scales, because no model predicts them
+well. Takes about a minute.
 """
 
 import asyncio
@@ -38,7 +39,13 @@ from rollout.engine.vllm_engine import Engine
 from rollout.errors import EngineDead, EngineError
 
 LENGTHS = (5, 40, 17, 3, 29)
-VERSIONS = 3
+VERSIONS = 5
+SAMPLED = 24
+"""Tokens of an answer: longer than any window of a small copy."""
+TEMPERATURE = 16.0
+"""At 1 random weights are certain of each token, whose log-probability would be 0 at both ends."""
+LEAST_UNCERTAIN = 0.1
+"""Mean nats of sampled tokens, below which their comparison shows nothing."""
 PUSH_S = 120.0
 OPTIONS = LearnerConfig(gather="pass", activation_checkpointing="none", head_chunk_tokens=64, compile=False)
 NAME = "server"
@@ -111,6 +118,9 @@ async def compare_server(config: Config, mesh: DeviceMesh) -> list[Check]:
             for number in range(VERSIONS):
                 await push(number)
                 checks.append(await compare_texts(f"server = learner, version {number}", engine, policy, texts))
+                checks.append(
+                    await compare_sampled(f"server = learner, version {number}, sampled", engine, policy, texts)
+                )
                 change(policy)
             folder = config.run.path / "exported"
             export.write(export.collect(policy), config.model, folder)
@@ -128,9 +138,27 @@ async def compare_server(config: Config, mesh: DeviceMesh) -> list[Check]:
 async def compare_texts(what: str, engine: Engine, policy: Policy, texts: Sequence[np.ndarray]) -> Check:
     """Compare the log-probabilities of texts that the server scores at the same time with the learner's packed row."""
     found = await asyncio.gather(*(engine.probe(text.tolist()) for text in texts))
+    return _judged(what, policy, texts, found)
+
+
+async def compare_sampled(what: str, engine: Engine, policy: Policy, prompts: Sequence[np.ndarray]) -> Check:
+    """Compare the log-probabilities with which the server samples answers to several prompts at the same time."""
+    answers = await asyncio.gather(*(engine.generate(prompt.tolist(), SAMPLED, TEMPERATURE) for prompt in prompts))
+    texts = [np.append(prompt, answer.tokens) for prompt, answer in zip(prompts, answers, strict=True)]
+    found = [np.asarray(answer.logprobs) for answer in answers]
+    if float(-np.concatenate(found).mean()) < LEAST_UNCERTAIN:
+        return Check(what=what, note="the small copy is certain of every token that it samples")
+    return _judged(what, policy, texts, found, TEMPERATURE)
+
+
+def _judged(
+    what: str, policy: Policy, texts: Sequence[np.ndarray], served: Sequence[Any], temperature: float = 1.0
+) -> Check:
+    """`served`: log-probabilities of the last tokens of each text."""
     row = packed_row(texts)
-    ours = policy.score(policy.place(row), 1.0)[row.scored]
-    theirs = torch.tensor(np.concatenate(found), dtype=torch.float32)
+    parts = policy.score(policy.place(row), temperature)[row.scored].split([len(text) - 1 for text in texts])
+    ours = torch.cat([part[len(part) - len(each) :] for part, each in zip(parts, served, strict=True)])
+    theirs = torch.tensor(np.concatenate(served), dtype=torch.float32)
     return judged(
         what, distance(theirs, ours), SERVER_LIMIT, fault="vLLM computes other log-probabilities than the learner"
     )

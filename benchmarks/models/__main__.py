@@ -19,6 +19,7 @@ import torch
 from transformers.utils import logging as transformers_logging
 
 from benchmarks.models.families import config_of, families, stay
+from benchmarks.models.on_gpus import section
 from benchmarks.models.page import pages
 from benchmarks.weights.table import progress, write
 from configs.certificate import Certificate, read
@@ -31,6 +32,7 @@ from learner.certify.ranks import Pair
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks" / "results" / "models.json"
 FOLDER = ROOT / "docs" / "reference"
+TRAINED = "models-trained.md"
 
 
 def main(argv: Sequence[str]) -> None:
@@ -50,8 +52,9 @@ def main(argv: Sequence[str]) -> None:
 
 
 def in_order(found: Mapping[str, Certificate]) -> dict[str, str]:
-    """Return the pages, with families by name."""
-    return pages(dict(sorted(found.items())), (LIMIT, SERVER_LIMIT, GRADIENT_LIMIT))
+    """Return the pages, with families by name, and with runs on GPUs."""
+    made = pages(dict(sorted(found.items())), (LIMIT, SERVER_LIMIT, GRADIENT_LIMIT))
+    return made | {TRAINED: made[TRAINED] + section(RESULTS.parent)}
 
 
 def keep(found: Mapping[str, Certificate]) -> None:

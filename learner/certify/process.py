@@ -27,10 +27,14 @@ from configs.variables import gloo_here, run_folder
 from learner.certify.certifier import certify, key_of
 from learner.certify.ranks import Pair
 from learner.model import loading, state
-from learner.model.exactness import check_adapter, check_exact, check_shareable
+from learner.model.exactness import REMEDY, check_adapter, check_exact, check_shareable, named
 
 log = logging.getLogger(__name__)
 LIMIT_S = 600.0
+
+
+class NoCertificate(RuntimeError):
+    """The process that makes a certificate has ended, or takes too long."""
 
 
 def leads(environment: Mapping[str, str]) -> bool:
@@ -38,11 +42,12 @@ def leads(environment: Mapping[str, str]) -> bool:
     return all(environment.get(name, "0") == "0" for name in ("RANK", "NODE_RANK"))
 
 
-def require(config: Config) -> None:
-    """Raise ConfigError unless the run's model has a valid certificate and takes its adapter."""
+def require(config: Config, prompts: bool = True) -> None:
+    """Raise ConfigError unless the run's model has a certificate that holds, and takes its adapter. `prompts`: rows may
+    share them."""
     model, file = config.model, config.run.path / FILE
     facts, learner = loading.read_config(model), config.learner
-    share, splits = bool(learner.share_prompts), learner.context_parallel > 1
+    share, splits = prompts and bool(learner.share_prompts), learner.context_parallel > 1
     check_shareable(model, config.learner.context_parallel)
     key = key_of(facts, share, model.trust_remote_code, splits)
     found = read(file)
@@ -79,7 +84,7 @@ def _forked(target: Callable[..., str], model: ModelConfig, given: tuple[bool, .
     process.start()
     theirs.close()
     try:
-        found: str | None = ours.recv() if ours.poll(limit_s) else None
+        found: tuple[str, str] | None = ours.recv() if ours.poll(limit_s) else None
     except EOFError:
         found = None
     finally:
@@ -87,8 +92,11 @@ def _forked(target: Callable[..., str], model: ModelConfig, given: tuple[bool, .
         process.join()
         ours.close()
     if found is None:
-        raise RuntimeError(f"the process that certifies {model.path} ended or gave no certificate in {limit_s:g} s")
-    return found
+        raise NoCertificate(f"the process that certifies {model.path} ended or gave no certificate in {limit_s:g} s")
+    answer, problem = found
+    if problem:
+        raise ConfigError([f"model.path: {model.path}: it cannot be tried ({problem}); {REMEDY}"])
+    return answer
 
 
 @contextmanager
@@ -118,7 +126,10 @@ def _answer(
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.getLogger("learner.model").setLevel(logging.ERROR)  # the run's own policy warns of the same
-    connection.send(target(model, *given))
+    try:
+        connection.send((target(model, *given), ""))
+    except Exception as error:  # of transformers' code, which this process alone runs
+        connection.send(("", named(error)))
 
 
 def _make(model: ModelConfig, share: bool, splits: bool) -> str:

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor, nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 
@@ -41,7 +42,7 @@ LENGTHS = (5, 2 * WINDOW + 5, 10, 9)
 ANSWERS = (4, 1, 6)
 FOREIGN = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NotImplementedError, RuntimeError),
-    *(TypeError, ValueError),
+    *(StrictDataclassError, TypeError, ValueError),
 )
 """What unusable models raise."""
 REMEDY = "take a model of a type that is trained exactly, such as qwen2, qwen3, llama or mistral"

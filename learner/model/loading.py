@@ -174,12 +174,13 @@ def distribute_weights(
 
 
 def read_whole(model: ModelConfig, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
-    """Raises ConfigError for missing or misshapen weights, which transformers would invent."""
+    """Raises ConfigError for weights that the model's files lack or have in another shape, which transformers would
+    make up, and for tensors that no layer has, such as scales of quantised weights, which it would leave out."""
     config, trusted = read_config(model), model.trust_remote_code
     how: dict[str, Any] = {"ignore_mismatched_sizes": True, "output_loading_info": True}
     read, found = auto_class(config).from_pretrained(model.path, dtype=dtype, trust_remote_code=trusted, **how)
     assert isinstance(read, PreTrainedModel)
-    if wrong := list(_unfit_weights(found)):
+    if wrong := [*_unfit_weights(found), *_left_out(read, found)]:
         again = "correct config.json or download the model again"
         raise ConfigError([f"model.path: {model.path}: {line}; {again}" for line in wrong])
     return read
@@ -190,6 +191,12 @@ def _unfit_weights(found: dict[str, Any]) -> Iterator[str]:
         yield f"its files lack {len(missing)} weights of the model in config.json, such as {missing[0]}"
     for name, there, wanted in sorted(found["mismatched_keys"], key=lambda each: str(each[0]))[:1]:
         yield f"its files have {name} of shape {list(there)}, and config.json describes {list(wanted)}"
+
+
+def _left_out(read: PreTrainedModel, found: dict[str, Any]) -> Iterator[str]:
+    layers = {name for name, module in read.named_modules() if name and next(module.children(), None) is None}
+    if others := sorted(key for key in map(str, found["unexpected_keys"]) if key.rpartition(".")[0] in layers):
+        yield f"its files have {len(others)} tensors of layers that have none such in config.json, such as {others[0]}"
 
 
 def _read(model: ModelConfig) -> dict[str, Tensor]:

@@ -5,11 +5,13 @@ It keeps classes, types and order of layers, ratios and sizes of heads.
 
 import copy
 import re
+from collections.abc import Hashable, Iterator, Set
 from math import isqrt
 from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
+from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from configs.architecture import MUTUAL
@@ -30,11 +32,16 @@ SHORTER = re.compile("window|chunk|local|index_topk$")
 NARROWER = re.compile(r"(intermediate_size|ffn_hidden_size|ffn?_dim|dim_ff|feed_forward_size|dff)(_mlp)?$")
 """Widths between two matrices of a block."""
 NARROW, NARROW_EXPERT = 64, 32
+NUMBERED = re.compile(r"(^|\.)\d+(\.|$)")
+"""Names of parts of lists, such as experts."""
 DEPTH = re.compile(r"^(num_hidden_layers|depth|num_layers|(encoder|decoder)_layers|encoder_depth)$")
 HEADS = ("num_attention_heads", "num_heads", "attention_heads", "num_key_value_heads")
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
 CHOSEN = ("num_experts_per_tok", "moe_k", "moe_topk", "num_experts_per_token", "top_k_experts")
 MOST_EXPERTS, MOST_CHOSEN = 8, 2
+INDICES = re.compile(r"_layer_indices$|_layer_ids$|_idxs$|^mlp_only_layers$")
+DENSE_FIRST = ("first_k_dense_replace", "num_dense_layers")
+"""Keys with the number of first blocks that have no experts."""
 LESS = {"q_lora_rank": 48, "n_group": 2, "topk_group": 1, "mamba_n_groups": 1, "mamba_num_heads": 4, "n_groups": 2}
 SAME = ("block_dim", "conv_dim", "conv_dim_out")
 """LFM2's files name the model's width several times, and vLLM reads those names."""
@@ -44,13 +51,50 @@ UNUSABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, Runtim
 
 
 def small(config: PreTrainedConfig, trusted: bool = False) -> PreTrainedConfig:
-    """Shrink a copy of `config`; widths stay where transformers cannot run narrow ones."""
+    """Shrink a copy of `config` that has a block of each kind."""
+    kinds = kinds_of_blocks(config, trusted)
+    first = {kinds.index(kind) for kind in kinds}
+    # some rules, such as an attention in each eighth block, count from the first block on
+    for kept in (set[int](), first, set(range(1 + max(first, default=0)))):
+        chosen = _shrunk(config, trusted, kept)
+        if set(kinds) <= set(kinds_of_blocks(chosen, trusted)):
+            break
+    return chosen
+
+
+def kinds_of_blocks(config: PreTrainedConfig, trusted: bool = False) -> list[Hashable]:
+    """Return what each block consists of: names, classes and switches of its parts. Empty without a list of blocks, and
+    for a config that transformers cannot build."""
+    try:
+        with torch.device("meta"):
+            made = loading.auto_class(config).from_config(copy.deepcopy(config), trust_remote_code=trusted)
+    except (StrictDataclassError, ImportError, *UNUSABLE):
+        return []
+    return [_kind_of(block) for block in loading.blocks(made)] if loading.has_blocks(made) else []
+
+
+def _kind_of(block: nn.Module) -> Hashable:
+    def switches(part: nn.Module) -> Iterator[Hashable]:
+        for name, value in vars(part).items():
+            if "window" in name:
+                yield name, value is None
+            elif isinstance(value, bool | str | None):
+                yield name, value
+
+    parts = ((name, part) for name, part in block.named_modules() if not NUMBERED.search(name))
+    return tuple((name, type(part), tuple(switches(part))) for name, part in parts)
+
+
+def _shrunk(config: PreTrainedConfig, trusted: bool, kept: Set[int]) -> PreTrainedConfig:
+    """All widths stay where transformers cannot run a narrow model. `kept`: further blocks of the copy."""
     short = copy.deepcopy(config)
     text = short.get_text_config()
-    own = _keep_each_kind(text)
+    own = _keep_each_kind(text, kept)
     for name, value in vars(text).items():
         if isinstance(value, int) and SHORTER.search(name) and value > WINDOW:
             setattr(text, name, WINDOW)
+        elif type(value) is int and name in DENSE_FIRST:
+            setattr(text, name, min(1, value))
         elif isinstance(value, int) and (name.endswith("vocab_size") or name == "vocab_size_per_layer_input"):
             setattr(text, name, min(VOCABULARY, value))
     for part in {id(each): each for each in (short, text)}.values():
@@ -77,8 +121,9 @@ def small(config: PreTrainedConfig, trusted: bool = False) -> PreTrainedConfig:
     return next((each for each in smaller if each is not None and _runs(each, trusted)), short)
 
 
-def _keep_each_kind(text: Any) -> dict[int, dict[str, Any]]:
-    """Keep the first two layers and one of each kind; returns values of single layers."""
+def _keep_each_kind(text: Any, more: Set[int]) -> dict[int, dict[str, Any]]:
+    """Keep the first two layers, one of each kind that the config lists, and `more`. Returns the values that single
+    layers have in place of the config's own."""
     layers, shared = getattr(text, "num_hidden_layers", None), getattr(text, "num_kv_shared_layers", None) or 0
     if not isinstance(layers, int):
         return {}
@@ -88,11 +133,14 @@ def _keep_each_kind(text: Any) -> dict[int, dict[str, Any]]:
         (*(str(x[layer]) for x in lists.values()), repr(own.get(layer)), layer >= layers - shared)
         for layer in range(layers)
     ]
-    kept = sorted({*range(min(2, layers)), *(kinds.index(kind) for kind in kinds)})
+    kept = sorted({*range(min(2, layers)), *(kinds.index(kind) for kind in kinds), *more})
     if own:
         text.per_layer_config = None
     for name, values in lists.items():
         setattr(text, name, [values[layer] for layer in kept])
+    for name, value in list(vars(text).items()):
+        if name not in lists and INDICES.search(name) and isinstance(value, list | tuple):
+            setattr(text, name, [at for at, layer in enumerate(kept) if layer in value])
     if text.num_hidden_layers != len(kept):  # some configs derive it from a list
         text.num_hidden_layers = len(kept)
     if shared:
@@ -137,11 +185,16 @@ def _narrow_state(text: Any) -> None:
     keys, values = (getattr(text, f"linear_num_{which}_heads", None) for which in ("key", "value"))
     if isinstance(keys, int) and isinstance(values, int):
         text.linear_num_key_heads, text.linear_num_value_heads = 2, 2 * (values // keys)
+    if isinstance(given := getattr(text, "linear_attn_config", None), dict) and "num_heads" in given:
+        text.linear_attn_config = given | {"num_heads": 2}
     size, expand = getattr(text, "mamba_d_head", None), getattr(text, "mamba_expand", None)
     if isinstance(size, int) and isinstance(expand, int):
         if isinstance(getattr(text, "mamba_d_ssm", None), int):
             text.mamba_d_ssm = expand * text.hidden_size
-        text.mamba_n_heads = max(1, expand * text.hidden_size // size)
+        width = expand * text.hidden_size
+        if width % size:
+            text.mamba_d_head = size = width // 4
+        text.mamba_n_heads = width // size
 
 
 def _narrow_tower(tower: PreTrainedConfig, width: int) -> None:

@@ -27,7 +27,7 @@ from configs.schema import Config
 from configs.sft import LOCK, longest
 from configs.variables import run_folder
 from learner import ranks, watchdog
-from learner.certify.process import checked
+from learner.certify import process
 from learner.checkpoint import Checkpoints, NoDiskSpace
 from learner.drain import Stopping
 from learner.mesh import process_group, shards
@@ -58,7 +58,10 @@ def main(argv: Sequence[str]) -> int:
         ranks.check_environment(config.learner, os.environ)
         device = choose_device(config)
         fitting = known(config)
-        checked(config.model, False)
+        if process.leads(os.environ):
+            process.require(config, prompts=False)
+        else:
+            process.checked(config.model, False)
         check_past(config)
         if config.learner.ranks > 1 and "RANK" not in os.environ:
             return ranks.start(["sft", *argv], config.learner)

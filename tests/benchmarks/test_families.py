@@ -2,14 +2,21 @@
 with a traceback. One process, and two ranks beside it, for all families of a lane."""
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+from benchmarks.models.__main__ import kept
 from benchmarks.models.families import config_of, families
 from configs.schema import ModelConfig
-from learner.certify.certifier import certify_config
+from learner.certify.certifier import OPTIONS, certify_config, write_copy
+from learner.certify.numbers import coefficients, expected, gradients_of, placed
 from learner.certify.ranks import Pair
+from learner.certify.rows import cases
+from learner.model import loading
+from learner.model.policy import Policy
 from tests.harness.certified import two_ranks
 from tests.harness.world import alone
 
@@ -45,6 +52,31 @@ def test_a_family_is_exact_or_refused(name: str, pair: Pair) -> None:
 @pytest.mark.parametrize("name", sorted(families().keys() - FAST))
 def test_every_family_is_exact_or_refused(name: str, pair: Pair) -> None:
     judge(name, pair)
+
+
+TRAINED = sorted(name for name, found in kept().items() if not found.refused)
+HALVED = ("llama", "nemotron_h without experts")
+
+
+@pytest.mark.parametrize(
+    "name", [*HALVED, *(pytest.param(x, marks=pytest.mark.long) for x in TRAINED if x not in HALVED)]
+)
+def test_a_family_is_trained_in_bfloat16_too(name: str, tmp_path: Path) -> None:
+    """Certificates are in float32. Rounding may take a policy no further from that than it takes transformers."""
+    model, case = write_copy(config_of(name), ModelConfig(path=name), tmp_path), list(cases(64))[2]
+    with alone() as mesh:
+        policy = Policy(model.model_copy(update={"dtype": "bfloat16"}), OPTIONS, mesh)
+        ours = policy(placed(policy, case.row), 1.0)[0][case.row.scored]
+        (ours * coefficients(case)).sum().backward()
+        assert all(bool(grad.isfinite().all()) for grad in gradients_of(policy).values())
+    config = loading.read_config(model)
+    with torch.no_grad():
+        exact, rounded = (
+            expected(loading.auto_class(config).from_pretrained(model.path, dtype=dtype).eval(), case)
+            for dtype in (torch.float32, torch.bfloat16)
+        )
+    off, theirs = (float((x.detach() - exact).abs().mean()) for x in (ours, rounded))
+    assert off < 2 * theirs + 0.05  # experts that a token flips to decide the rest
 
 
 def test_the_table_has_enough_families() -> None:

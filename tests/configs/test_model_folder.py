@@ -107,6 +107,23 @@ def test_a_server_of_another_model_takes_what_vllm_takes(sharded: Path) -> None:
     assert not list(faults(sharded, served=True))
 
 
+@pytest.mark.parametrize(("name", "kind"), [("a.weight", "F8_E4M3"), ("a.weight", "I8"), ("a.blocks", "F4")])
+def test_quantised_weights_are_refused_though_config_json_has_no_word_of_them(
+    name: str, kind: str, sharded: Path
+) -> None:
+    """As in files of ModelOpt, and where `quantization_config` was removed. Masks and positions are no weights."""
+    (sharded / INDEX).unlink()
+    for file in sharded.glob("*.safetensors"):
+        file.unlink()
+    kinds = {name: kind, "attention.bias": "U8", "position_ids": "I64", "norm.weight": "BF16"}
+    tensors = {key: {"dtype": value, "shape": [0], "data_offsets": [0, 0]} for key, value in kinds.items()}
+    header = json.dumps(tensors).encode()
+    (sharded / WHOLE).write_bytes(len(header).to_bytes(8, "little") + header)
+    scales = "and would be read without their scales; dequantise them to bfloat16 first"
+    assert list(faults(sharded)) == [f"1 of its weights are quantised, such as {name} ({kind}), {scales}"]
+    assert not list(faults(sharded, served=True))
+
+
 def test_only_the_files_of_the_index_count(sharded: Path) -> None:
     before = model_facts(str(sharded)).parameters
     save_file({"a": np.zeros((4, 5), np.float32)}, sharded / "consolidated.safetensors")

@@ -69,9 +69,15 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: Any, capsy
     def refuse(model: Any, share: bool) -> Certificate:
         raise ConfigError([f"model.path: {model.path}: has no config.json"])
 
+    def end(model: Any, share: bool) -> Certificate:
+        raise process.NoCertificate("the process that certifies m ended")
+
     monkeypatch.setattr(process, "made", refuse)
     assert command.main(["nowhere"]) == 2
     assert "nowhere: has no config.json" in capsys.readouterr().err
+    monkeypatch.setattr(process, "made", end)
+    assert command.main(["m"]) == 1
+    assert capsys.readouterr().err == "python -m actors certify: the process that certifies m ended\n"
     assert command.main(["m", "--out", str(tmp_path / "no" / "c.json")]) == 2
     assert "there is no folder" in capsys.readouterr().err
 
@@ -114,7 +120,7 @@ def test_a_server_computes_what_the_learner_does(kind: str, tmp_path: Path) -> N
     found = read(tmp_path / "out.json")
     assert found is not None
     served = [check for check in found.checks if check.what.startswith("server")]
-    assert len(served) == 5 and all(check.verdict == "holds" for check in served)
+    assert len(served) == 12 and all(check.verdict == "holds" for check in served)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from configs.schema import ModelConfig
 from learner.certify.certifier import certify
@@ -57,6 +59,41 @@ def test_a_small_copy_keeps_what_decides_how_it_is_computed() -> None:
     assert little.layer_types == ["sliding_attention", "full_attention"] and little.sliding_window == 8
     assert (little.num_attention_heads, little.num_key_value_heads, little.hidden_size) == (4, 2, 512)
     assert (config.num_hidden_layers, config.vocab_size) == (46, 256000)
+
+
+def test_heads_of_a_state_fit_the_width_of_the_copy() -> None:
+    """Granite 4 without layers that keep a state names such heads too: 128 of 40, which do not divide its copy."""
+    given = {"hidden_size": 2560, "num_attention_heads": 40, "num_key_value_heads": 8, "layer_types": ["attention"] * 2}
+    config = AutoConfig.for_model("granitemoehybrid", num_hidden_layers=2, num_local_experts=0, **given)
+    assert config.mamba_n_heads * config.mamba_d_head == 2 * 2560
+    little = small(config)
+    assert little.mamba_n_heads * little.mamba_d_head == little.mamba_expand * little.hidden_size
+    type(little).from_dict(little.to_dict())  # transformers refuses heads that do not fit when it reads them
+
+
+RULES: dict[str, dict[str, Any]] = {
+    "deepseek_v3": {"num_hidden_layers": 61, "first_k_dense_replace": 3},
+    "jamba": {"num_hidden_layers": 32, "attn_layer_offset": 4, "attn_layer_period": 8},
+    "bamba": {"num_hidden_layers": 32, "attn_layer_indices": [9, 18, 27]},
+    "lfm2_moe": {"num_hidden_layers": 6, "layer_types": ["conv", "conv", "full_attention"] * 2, "num_dense_layers": 2},
+    "gemma4_text": {"num_hidden_layers": 35, "num_kv_shared_layers": 20},
+}
+"""Published configs whose rules, not lists, say which block is of which kind."""
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_a_small_copy_has_a_block_of_each_kind(kind: str) -> None:
+    """DeepSeek-V3's first three blocks have no experts: a copy of the first two proved nothing of its mixture."""
+    config = AutoConfig.for_model(kind, **RULES[kind])
+    little = small(config)
+
+    def parts(each: Any) -> set[str]:
+        with torch.device("meta"):
+            blocks = AutoModelForCausalLM.from_config(each).get_decoder().layers
+        return {", ".join(sorted({type(part).__name__ for part in block.modules()})) for block in blocks}
+
+    assert parts(little) == parts(config)
+    assert little.num_hidden_layers < config.num_hidden_layers
 
 
 def test_rows_are_longer_and_shorter_than_windows() -> None:

@@ -170,3 +170,24 @@ def test_kernels_of_gpus_are_not_taken_where_a_model_is_tried_without_one(tmp_pa
         env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True,
     )  # fmt: skip
     assert done.returncode == 7, done.stderr[-2000:]
+
+
+def strange(model: ModelConfig, *given: bool) -> str:
+    raise EOFError(f"no such\nlayer in {len(given)}")
+
+
+def dies(model: ModelConfig, *given: bool) -> str:
+    os._exit(9)
+
+
+def test_an_error_that_nobody_knows_refuses_the_model_in_one_line() -> None:
+    """Code of transformers, or a model's own, may raise anything."""
+    with pytest.raises(ConfigError) as caught:
+        process._forked(strange, ModelConfig(path="m"), (True,), 60.0)
+    (line,) = caught.value.problems
+    assert line.startswith("model.path: m: it cannot be tried (EOFError: no such layer in 1); take a model of a type")
+
+
+def test_a_process_that_ends_is_named() -> None:
+    with pytest.raises(process.NoCertificate, match=r"the process that certifies m ended or gave no certificate in"):
+        process._forked(dies, ModelConfig(path="m"), (True,), 60.0)

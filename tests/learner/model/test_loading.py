@@ -41,6 +41,20 @@ def test_a_weight_of_another_shape_is_refused(tmp_path: Path) -> None:
         read_whole(model)
 
 
+@pytest.mark.parametrize("leaf", ["weight_scale", "bias"])
+def test_a_tensor_that_no_layer_would_get_is_refused(leaf: str, tmp_path: Path) -> None:
+    """transformers leaves it out, and the layer computes something else than the files describe."""
+    model, layer = tiny_model(tmp_path), "model.layers.1.mlp.up_proj"
+    weights = load_file(tmp_path / FILE)
+    other = {"model.layers.9.mlp.up_proj.weight": torch.ones(1), "mtp.x": torch.ones(1)}
+    save_file(weights | other | {f"{layer}.{leaf}": torch.ones(96)}, tmp_path / FILE, {"format": "pt"})
+    words = rf"files have 1 tensors of layers that have none such in config.json, such as {layer}.{leaf}; correct"
+    with pytest.raises(ConfigError, match=words):
+        read_whole(model)
+    save_file(weights | other, tmp_path / FILE, {"format": "pt"})
+    assert read_whole(model).num_parameters() > 0
+
+
 @pytest.mark.parametrize("family", ["nemotron_h", "gemma3", "qwen3_5", "qwen2_5_vl"])
 def test_random_weights_leave_the_buffers_that_the_config_gives(family: str, tmp_path: Path) -> None:
     """Nemotron-H has no angles of RoPE, Gemma 3 scales its embeddings, and each tower has its own."""

@@ -15,10 +15,14 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import SequentialSampler
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
+from configs.certificate import Certificate, judged
 from configs.checkpoint_files import complete
+from configs.schema import ModelConfig
+from learner.certify import process
 from learner.record.metrics import read
 from learner.saved.manifest import DataPosition, position_of
 from learner.sft.answers import AnswerReader
+from learner.sft.command import main
 from learner.sft.demonstrations import read_demonstrations
 from tests.harness.demonstrated import TURNS, chatml_tokenizer, demonstrations, jsonl, sft_config, sft_run
 from tests.harness.forked_learner import ForkedLearner, ranks_meeting_in
@@ -197,6 +201,21 @@ def test_a_signal_ends_it_with_a_checkpoint(tmp_path: Path, fork: Fork) -> None:
     assert complete(tmp_path / "run" / "checkpoints") == [versions[-1]]
 
 
+def test_a_model_whose_certificate_fails_is_refused(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    check = judged("two ranks = one", 1.0, 1e-4, fault="its Qwen2Attention (layers.0.self_attn) differs")
+    asked = []
+
+    def made(model: ModelConfig, share: bool, splits: bool) -> Certificate:
+        asked.append((share, splits))
+        return Certificate(model=model.path, kind="qwen2", checks=(check,), remedy="take another")
+
+    monkeypatch.setattr(process, "made", made)
+    assert main(sft_run(tmp_path)[1:]) == 2
+    problem = "two ranks = one: its Qwen2Attention (layers.0.self_attn) differs; take another"
+    assert f"python -m learner sft: model.path: {tmp_path / 'model'} (qwen2): {problem}" in capsys.readouterr().err
+    assert asked == [(False, False)], "no row of a demonstration shares its prompt"
+
+
 @pytest.mark.long
 @pytest.mark.xdist_group("ranks")
 def test_wrong_rows_end_it_before_anything_is_written(tmp_path: Path, fork: Fork) -> None:
@@ -204,7 +223,7 @@ def test_wrong_rows_end_it_before_anything_is_written(tmp_path: Path, fork: Fork
     words = sft_run(tmp_path, [*demonstrations(9), {"messages": TURNS[:1]}], learner={"ranks": 2})
     errors = done(fork(words, 2), code=2)
     assert f"python -m learner sft: data.train {tmp_path / 'train.jsonl'}: line 10: no message is trained" in errors
-    assert {file.name for file in (tmp_path / "run").iterdir()} <= {"sft.lock", "logs"}
+    assert {file.name for file in (tmp_path / "run").iterdir()} <= {"sft.lock", "logs", "certificate.json"}
     done(fork([*sft_run(tmp_path), "--run.versions=1", "--sft.turns=last"]))
 
 
