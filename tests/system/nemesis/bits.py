@@ -64,6 +64,15 @@ def page_sums(run: NemesisRun) -> Span:
     return run.ledger.with_name(f"{run.ledger.name}-sums"), 0, run.ledger.stat().st_size // 1024
 
 
+def commits(run: NemesisRun) -> Span:
+    """How often the ledger was committed."""
+    return whole(run.ledger.with_name(f"{run.ledger.name}-commits"))
+
+
+def key(run: NemesisRun) -> Span:
+    return whole(run.path / "keys" / "buffer.secret")
+
+
 def segment(run: NemesisRun) -> Span:
     """A sample of the newest batch, which a learner that starts again is served once more; else the latest sample."""
     wanted = "SELECT segment, position, samples.bytes FROM samples JOIN items USING (item) WHERE segment IS NOT NULL"
@@ -103,10 +112,12 @@ FILES: dict[str, Callable[[NemesisRun], Span]] = {
     "ledger": ledger,
     "wal": log_of_ledger,
     "sums": page_sums,
+    "commits": commits,
     "segment": segment,
     "rows": rows,
     "checkpoint": checkpoint,
     "manifest": manifest,
     "config": config,
+    "key": key,
 }
 """The bytes of each kind of file of a run."""

@@ -189,11 +189,13 @@ READERS = {
     "ledger": ("buffer",),
     "wal": ("buffer",),
     "sums": ("buffer",),
+    "commits": ("buffer",),
     "segment": ("buffer", "learner"),
     "rows": ("buffer",),
     "checkpoint": ("learner",),
     "manifest": ("learner",),
     "config": ("buffer", "learner"),
+    "key": ("buffer",),
 }
 """Processes that read a file of a run when they start."""
 WATCH_S, MANY = 120.0, 3  # on a busy machine a refused buffer is started eight times, 5 s each, before the run ends
