@@ -28,6 +28,18 @@ class StoreGone(OSError):
         return str(self.strerror)
 
 
+class DamagedPage(OSError):
+    """A page of the ledger was damaged while the buffer ran."""
+
+    def __init__(self, page: int, path: Path) -> None:
+        problem = f"page {page} was damaged on its disk while the buffer ran, and is part of the last commit"
+        remedy = f"bring back a copy of {path.name}, its -wal and its -sums, or go on with it as it is with {ACCEPT}"
+        super().__init__(errno.EIO, f"{problem}; {remedy}")
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
 class DamagedSample(Exception):
     """The bytes of a stored sample are not those that were stored."""
 

@@ -10,9 +10,15 @@ is, and synced before SQLite begins the log anew.
 
 A kill or a power cut may leave pages in the log whose checksums were not noted, or not synced. `PageSums` notes them
 before SQLite may copy the log into the file: before the ledger is opened for writing, and again before it is closed.
+
+SQLite changes a page as it finds it. So when a page comes into the log for the first time since the log was begun, the
+page in the file must still have its checksum. If not, the new version keeps the checksum of the page before the damage,
+and is refused at each start.
 """
 
+import logging
 import os
+import time
 from contextlib import suppress
 from mmap import mmap
 from pathlib import Path
@@ -22,15 +28,19 @@ import numpy as np
 import numpy.typing as npt
 from google_crc32c import value as crc32c
 
-from buffer.store.faults import ACCEPT, LostCommits
+from buffer.store.faults import ACCEPT, DamagedPage, LostCommits
 from buffer.store.write_ahead import PAGE, Log
 from configs.variables import open_private
 
+log = logging.getLogger(__name__)
 ZEROS = crc32c(bytes(PAGE))
 ENTRY, AHEAD = 4, 2**16
 """Bytes of a checksum, and by how many bytes their file grows at once."""
 AT_ONCE = 256
 """Pages read at a time."""
+LOOKS, LOOK_S = 3, 0.01
+"""How often, and after how long, a page that seems damaged is read."""
+LISTED = 20
 Entries = npt.NDArray[np.uint32]
 
 
@@ -40,9 +50,12 @@ class PageSums:
     def __init__(self, path: Path, fsync: bool, log_pages: int) -> None:
         self._path, self._fsync, self._log_pages = path, fsync, log_pages
         self._descriptor = os.open(file_of(path), os.O_RDWR | os.O_CLOEXEC)
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # closing it before the ledger would end SQLite's locks
         self._memory: mmap | None = None
         self._log: Log | None = None
         self._lags = True
+        self.damaged: int | None = None
+        """A page that was damaged while the ledger was open. Its checksum stays, so that no start believes it."""
         try:
             self.note_log()
         except BaseException:
@@ -67,6 +80,11 @@ class PageSums:
         self._log.follow()
         self._lags = False
 
+    @property
+    def log_is_full(self) -> bool:
+        """SQLite may copy the log into the file now, and is to do it."""
+        return not self._lags and self._log is not None and self._log.size >= self._log_pages
+
     def reserve(self, pages: int) -> None:
         """Make room for so many pages. Raises OSError: a write to memory for which the disk has no room ends the
         process."""
@@ -80,21 +98,63 @@ class PageSums:
         self._memory = mmap(self._descriptor, size)
 
     def note(self) -> None:
-        """Note the pages of the commit that SQLite has just made."""
+        """Note the pages of the commit that SQLite has just made. Raises DamagedPage."""
         try:  # the commit is done, whatever fails here
             if self._lags:
                 return self.follow()
             assert self._log
             for page, crc in self._log.next_commit():
+                if page not in self._log.pages:
+                    self._require_as_noted(page, crc)
                 self._note(page, crc)
-            if self._log.is_anew or self._log.size >= self._log_pages:
+            if not self._log.is_whole:
+                return self._note_copied()
+            if self._log.is_anew or self.log_is_full:
                 self.sync()
+        except DamagedPage:
+            raise
         except OSError:
             self._lags = True
 
+    def _require_as_noted(self, page: int, crc: int) -> None:
+        """Raise DamagedPage if the file has another version of `page` than it may have, now that the log has it too.
+
+        The file may have a version of the log already, and may just be written to if another program copies the log.
+        """
+        assert self._memory
+        noted = int.from_bytes(self._memory[ENTRY * (page - 1) : ENTRY * page], "little") ^ ZEROS
+        for _ in range(LOOKS):
+            found = crc32c(os.pread(self._file, PAGE, PAGE * (page - 1)).ljust(PAGE, b"\0"))
+            if found in (noted, crc) or (page, found) in Log(self._path).versions:
+                return
+            time.sleep(LOOK_S)
+        self.damaged = page
+        raise DamagedPage(page, self._path)
+
+    def _note_copied(self) -> None:
+        """Note what the file has: another program emptied the log before the last commit was read from it."""
+        assert self._log and self._memory
+        if not self._log.is_empty:
+            self._lags = True
+            return
+        with open(self._file, "rb", closefd=False) as stream:
+            stream.seek(0)
+            found = _entries(stream)
+        self.reserve(found.size)
+        known = np.frombuffer(self._memory[: ENTRY * found.size], "<u4")
+        changed = (1 + np.flatnonzero(found != known)).tolist()
+        for page in changed:
+            self._note(page, int(found[page - 1]) ^ ZEROS)
+        self.sync()
+        names = f"{changed[:LISTED]}{' and more' if len(changed) > LISTED else ''}"
+        log.warning(
+            "%s: another program emptied its log during a commit; pages %s are taken as they are", self._path, names
+        )
+
     def _note(self, page: int, crc: int) -> None:
         assert self._memory
-        self._memory[ENTRY * (page - 1) : ENTRY * page] = (crc ^ ZEROS).to_bytes(ENTRY, "little")
+        if page != self.damaged:
+            self._memory[ENTRY * (page - 1) : ENTRY * page] = (crc ^ ZEROS).to_bytes(ENTRY, "little")
 
     def sync(self) -> None:
         """Raises OSError."""
@@ -113,6 +173,7 @@ class PageSums:
         if self._log:
             self._log.close()
         os.close(self._descriptor)
+        os.close(self._file)
 
 
 def file_of(path: Path) -> Path:
@@ -142,11 +203,16 @@ def require_same(path: Path, stream: BinaryIO) -> None:
 
 
 def _differing(found: Entries, path: Path) -> set[int]:
-    """Pages that have not the checksums in the file, and are not in the log."""
+    """Pages that have not the checksums in the file, unless the one or the other is of a version in the log."""
     known = np.fromfile(file_of(path), "<u4")
     count = max(found.size, known.size)
-    differing = 1 + np.flatnonzero(_padded(found, count) != _padded(known, count))
-    return set(differing.tolist()) - Log(path).pages.keys()
+    found, known = _padded(found, count), _padded(known, count)
+    differing, versions = 1 + np.flatnonzero(found != known), Log(path).versions
+    return {
+        page
+        for page in differing.tolist()
+        if not {(page, int(entries[page - 1]) ^ ZEROS) for entries in (found, known)} & versions
+    }
 
 
 def _padded(entries: Entries, count: int) -> Entries:

@@ -40,42 +40,59 @@ def log_of(path: Path) -> Path:
 class Log:
     """The log of the ledger `path`: `pages` has the CRC32C of the newest version of each page, by page number.
 
-    Reads up to the first frame that is not valid, as SQLite does. `follow` it while SQLite writes to it.
+    Reads up to the first frame that is not valid, as SQLite does. `follow` it while SQLite writes to it. `versions` has
+    page number and CRC32C of all versions of all pages that it had when it was read.
     """
 
     def __init__(self, path: Path) -> None:
         self.pages: dict[int, int] = {}
+        self.versions: set[tuple[int, int]] = set()
         self._path, self._salt, self._end = log_of(path), b"", HEADER.size
         self._descriptor: int | None = None
         self.is_anew = False
         """SQLite began the log anew with the last commit."""
+        self.is_whole = True
+        """All of the last commit was found."""
         waiting = dict[int, int]()
         with suppress(FileNotFoundError), open(self._path, "rb") as stream:
             for number, size, page, self._salt, end in _frames(stream):
                 waiting[number] = crc32c(page)
                 if size:
+                    self.versions |= waiting.items()
                     self.pages |= waiting
                     waiting, self._end = {}, end
 
     def follow(self) -> None:
+        self.versions.clear()
         self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
 
     def next_commit(self) -> Iterator[tuple[int, int]]:
-        """Numbers and CRC32C of the pages of the commit that SQLite has just made. Raises OSError."""
+        """Numbers and CRC32C of the pages of the commit that SQLite has just made. Raises OSError.
+
+        While one is handled, `pages` does not have it yet.
+        """
         assert self._descriptor is not None, "follow it first"
         salt = os.pread(self._descriptor, HEADER.size, 0)[16:24]
         self.is_anew = salt != self._salt
         if self.is_anew:
             self._salt, self._end = salt, HEADER.size
-        position = self._end
+            self.pages.clear()
+        position, self.is_whole = self._end, False
         while data := os.pread(self._descriptor, AT_ONCE * FRAME, position):
             for at in range(0, len(data) - FRAME + 1, FRAME):
                 number, size, *_ = HEAD.unpack_from(data, at)
-                yield number, crc32c(data[at + HEAD.size : at + FRAME])
+                crc = crc32c(data[at + HEAD.size : at + FRAME])
+                yield number, crc
+                self.pages[number] = crc
                 if size:
-                    self._end = position + at + FRAME
+                    self._end, self.is_whole = position + at + FRAME, True
                     return
             position += AT_ONCE * FRAME
+
+    @property
+    def is_empty(self) -> bool:
+        """SQLite has copied it into the file, and cut it off."""
+        return self._descriptor is not None and os.fstat(self._descriptor).st_size == 0
 
     @property
     def size(self) -> int:
