@@ -32,7 +32,7 @@ class DamagedPage(OSError):
     """A page of the ledger was damaged while the buffer ran."""
 
     def __init__(self, page: int, path: Path) -> None:
-        problem = f"page {page} was damaged on its disk while the buffer ran, and is part of the last commit"
+        problem = f"page {page} was damaged, or changed by another program, before the last commit changed it"
         remedy = f"bring back a copy of {path.name}, its -wal and its -sums, or go on with it as it is with {ACCEPT}"
         super().__init__(errno.EIO, f"{problem}; {remedy}")
 

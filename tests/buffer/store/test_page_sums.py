@@ -248,7 +248,7 @@ def test_a_page_that_is_damaged_while_the_buffer_runs_is_not_taken_over(tmp_path
     with reader as db:
         if db:
             db.execute("BEGIN").execute("SELECT * FROM meta").fetchall()
-        with pytest.raises(DamagedPage, match=r"page \d+ was damaged on its disk while the buffer ran") as damaged:
+        with pytest.raises(DamagedPage, match=r"page \d+ was damaged, or changed by another program") as damaged:
             change(store)
         shutil.copytree(path.parent, tmp_path / "killed", ignore=shutil.ignore_patterns("*.lock", "*-shm"))
         store.close()
