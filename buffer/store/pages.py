@@ -203,16 +203,21 @@ def require_same(path: Path, stream: BinaryIO) -> None:
 
 
 def _differing(found: Entries, path: Path) -> set[int]:
-    """Pages that have not the checksums in the file, unless the one or the other is of a version in the log."""
+    """Pages that have not the checksums in the file, unless the log has them.
+
+    A page in the log differs nevertheless if neither checksum is of a version in the log: it was damaged before SQLite
+    changed it. Of a page that was never noted SQLite may have written a version to the file before it made the log.
+    """
     known = np.fromfile(file_of(path), "<u4")
     count = max(found.size, known.size)
     found, known = _padded(found, count), _padded(known, count)
-    differing, versions = 1 + np.flatnonzero(found != known), Log(path).versions
-    return {
-        page
-        for page in differing.tolist()
-        if not {(page, int(entries[page - 1]) ^ ZEROS) for entries in (found, known)} & versions
-    }
+    wal = Log(path)
+
+    def is_explained(page: int) -> bool:
+        checksums = int(found[page - 1]), int(known[page - 1])
+        return page in wal.pages and (not checksums[1] or any((page, crc ^ ZEROS) in wal.versions for crc in checksums))
+
+    return {page for page in (1 + np.flatnonzero(found != known)).tolist() if not is_explained(page)}
 
 
 def _padded(entries: Entries, count: int) -> Entries:
