@@ -1,8 +1,8 @@
 """CRC32C of each page of the ledger, in a file beside it: SQLite has checksums in its log only.
 
 A commit appends the pages that it changes to the log. There `PageSums` reads them after the commit, and notes the
-CRC32C of each. SQLite copies pages from the log into the ledger's file when it likes, as does any tool that opens the
-file. So at a start every page of the file must have its checksum, but those that SQLite reads from the log.
+CRC32C of each. Then the store has SQLite copy the log into the ledger's file once it is long; any tool that opens the
+file may do so too. So at a start every page of the file must have its checksum, but those that SQLite reads from the log.
 
 The file of checksums has 4 bytes for each page: its CRC32C, exclusive or that of a page of zeros. So a page that was
 never written, and that the ledger's file lacks or has a hole for, has 0. It is written through memory, as the witness
@@ -206,7 +206,7 @@ def _differing(found: Entries, path: Path) -> set[int]:
     """Pages that have not the checksums in the file, unless the log has them.
 
     A page in the log differs nevertheless if neither checksum is of a version in the log: it was damaged before SQLite
-    changed it. Of a page that was never noted SQLite may have written a version to the file before it made the log.
+    changed it. But SQLite may have written a page that was never noted to the file before it made the log.
     """
     known = np.fromfile(file_of(path), "<u4")
     count = max(found.size, known.size)
