@@ -2,7 +2,7 @@
 
 A commit appends the pages that it changes to the log. There `PageSums` reads them after the commit, and notes the
 CRC32C of each. Then the store has SQLite copy the log into the ledger's file once it is long; any tool that opens the
-file may do so too. So at a start every page of the file must have its checksum, but those that SQLite reads from the log.
+file may do so too. So at a start each page of the file must have its checksum, unless SQLite reads it from the log.
 
 The file of checksums has 4 bytes for each page: its CRC32C, exclusive or that of a page of zeros. So a page that was
 never written, and that the ledger's file lacks or has a hole for, has 0. It is written through memory, as the witness
