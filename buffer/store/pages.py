@@ -12,8 +12,8 @@ A kill or a power cut may leave pages in the log whose checksums were not noted,
 before SQLite may copy the log into the file: before the ledger is opened for writing, and again before it is closed.
 
 SQLite changes a page as it finds it. So when a page comes into the log for the first time since the log was begun, the
-page in the file must still have its checksum. If not, the new version keeps the checksum of the page before the damage,
-and is refused at each start.
+page in the file must still have its checksum. If not, the page gets DAMAGED in place of a checksum, and each start
+refuses the ledger, also if the page in the file is whole again: what SQLite made of the damage is in the log.
 """
 
 import logging
@@ -38,6 +38,8 @@ ENTRY, AHEAD = 4, 2**16
 """Bytes of a checksum, and by how many bytes their file grows at once."""
 AT_ONCE = 256
 """Pages read at a time."""
+DAMAGED = 2**32 - 1
+"""Stands where the checksum of a page would."""
 LOOKS, LOOK_S = 3, 0.01
 """How often, and after how long, a page that seems damaged is read."""
 LISTED = 20
@@ -55,7 +57,7 @@ class PageSums:
         self._log: Log | None = None
         self._lags = True
         self.damaged: int | None = None
-        """A page that was damaged while the ledger was open. Its checksum stays, so that no start believes it."""
+        """A page that was damaged while the ledger was open."""
         try:
             self.note_log()
         except BaseException:
@@ -128,7 +130,10 @@ class PageSums:
             if found in (noted, crc) or (page, found) in Log(self._path).versions:
                 return
             time.sleep(LOOK_S)
+        self._enter(page, DAMAGED)
         self.damaged = page
+        with suppress(OSError):
+            self.sync()
         raise DamagedPage(page, self._path)
 
     def _note_copied(self) -> None:
@@ -152,9 +157,12 @@ class PageSums:
         )
 
     def _note(self, page: int, crc: int) -> None:
-        assert self._memory
         if page != self.damaged:
-            self._memory[ENTRY * (page - 1) : ENTRY * page] = (crc ^ ZEROS).to_bytes(ENTRY, "little")
+            self._enter(page, crc ^ ZEROS)
+
+    def _enter(self, page: int, entry: int) -> None:
+        assert self._memory
+        self._memory[ENTRY * (page - 1) : ENTRY * page] = entry.to_bytes(ENTRY, "little")
 
     def sync(self) -> None:
         """Raises OSError."""
@@ -205,8 +213,9 @@ def require_same(path: Path, stream: BinaryIO) -> None:
 def _differing(found: Entries, path: Path) -> set[int]:
     """Pages that have not the checksums in the file, unless the log has them.
 
-    A page in the log differs nevertheless if neither checksum is of a version in the log: it was damaged before SQLite
-    changed it. But SQLite may have written a page that was never noted to the file before it made the log.
+    A page in the log differs nevertheless if it was damaged before SQLite changed it: it is marked as DAMAGED, or
+    neither checksum is of a version in the log. But SQLite may have written a page that was never noted to the file
+    before it made the log.
     """
     known = np.fromfile(file_of(path), "<u4")
     count = max(found.size, known.size)
@@ -214,8 +223,10 @@ def _differing(found: Entries, path: Path) -> set[int]:
     wal = Log(path)
 
     def is_explained(page: int) -> bool:
-        checksums = int(found[page - 1]), int(known[page - 1])
-        return page in wal.pages and (not checksums[1] or any((page, crc ^ ZEROS) in wal.versions for crc in checksums))
+        now, noted = int(found[page - 1]), int(known[page - 1])
+        if page not in wal.pages or noted == DAMAGED:
+            return False
+        return not noted or not wal.versions.isdisjoint({(page, now ^ ZEROS), (page, noted ^ ZEROS)})
 
     return {page for page in (1 + np.flatnonzero(found != known)).tolist() if not is_explained(page)}
 

@@ -254,8 +254,11 @@ def test_a_page_that_is_damaged_while_the_buffer_runs_is_not_taken_over(tmp_path
         store.close()
     if end == "killed":
         path = tmp_path / "killed" / path.name
-    with pytest.raises(LostCommits, match=r"page \d+ has not the checksum"):
-        open_store(path)
+    for _ in range(2):
+        with pytest.raises(LostCommits, match=r"page \d+ has not the checksum"):
+            open_store(path)
+        if end != "closed":  # the disk gives the right byte again; the log has what SQLite made of the wrong one
+            flip(path, 8 * (PAGE * root - 1))
     assert "\n" not in str(damaged.value) and "--accept-loss" in str(damaged.value)
 
 
