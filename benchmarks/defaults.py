@@ -1,10 +1,10 @@
 """Compares the speed of a run file without keys for speed with that of one with hand-tuned keys.
 
-`python -m benchmarks.defaults` needs GPUs: whole runs of 1.5B, one GPU serves and one learns, answers of 512, 16 groups
-of 16 a version. Two run files run at the same time on one host of four GPUs and then change places: one has no key for
-speed (`silent`), one has the best hand-tuned keys (`tuned`). `--against before` compares with the earlier defaults.
-Random weights. Prints one table and writes JSON. Whether what `auto` takes fits is `python -m benchmarks.memory
---list shapes`.
+`python -m benchmarks.defaults` needs GPUs: whole runs with random weights. One GPU serves and one learns (two learn in
+`--case 7B`). One run file has no key for speed (`silent`), one has the best hand-tuned keys (`tuned`); `--against
+before` compares with the earlier defaults. Both run at the same time if the host has GPUs for both, and change places
+in the next turn. Prints one table and writes JSON; figures of other cases stay in the file if they are of the same day,
+hardware and versions. Whether what `auto` takes fits is `python -m benchmarks.memory --list shapes`.
 """
 
 import argparse
@@ -15,14 +15,34 @@ import sys
 import time
 from pathlib import Path
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
+from benchmarks.runs.processes import FIRST_GPU
 from benchmarks.runs.trained import FAST, figures_of, trained_run, versions_of
-from benchmarks.weights.table import ResultRow, progress, write
+from benchmarks.weights.table import ResultRow, earlier, progress, write
 
 ROOT = Path(__file__).parents[1]
+
+
+class Case(NamedTuple):
+    """A shape, ranks of its learner, tokens of an answer, groups and samples of a version, and keys of `model`."""
+
+    shape: str
+    learners: int = 1
+    length: int = 512
+    groups: int = 16
+    samples: int = 16
+    model: dict[str, Any] = {}  # noqa: RUF012
+
+
+CASES = {
+    "1.5B": Case("Qwen2.5-1.5B"),
+    "7B": Case("Qwen2.5-7B", learners=2),
+    "7B-adapter": Case("Qwen2.5-7B", model={"lora": {"rank": 32}}),
+    "VL-3B": Case("Qwen2.5-VL-3B", length=256, groups=32, samples=8),
+}
 BEFORE = {
     "compile": False,
     "activation_checkpointing": "block",
@@ -34,14 +54,20 @@ LIMIT = 0.97
 
 
 def whole_run(args: argparse.Namespace, keys: str) -> dict[str, float]:
-    """One run on the two GPUs from FIRST_GPU on: figures of its versions after `--warm-up`."""
-    name, began = f"{keys}-{os.environ.get('FIRST_GPU', '0')}", time.monotonic()
+    """One run on the GPUs from FIRST_GPU on, the first of which serves: figures of its versions after `--warm-up`."""
+    case, name, began = CASES[args.case], f"{args.case}-{keys}-{FIRST_GPU}", time.monotonic()
     work = args.work.resolve() / name
     work.mkdir(parents=True, exist_ok=True)
-    run = trained_run(work, f"{name}-{int(time.time())}", args.shape, 0.0, 512, 512, 16, 16, {}, KEYS[keys], fast=False)
+    if not (work / "models").exists():
+        (work / "models").symlink_to(args.work.resolve() / "models")
+    learner = {"ranks": case.learners, **KEYS[keys]}
+    run = trained_run(work, f"{name}-{int(time.time())}", case.shape, 0.0, case.length, 512, case.groups, case.samples,
+                      {}, learner, case.model, {"probe_tolerance": 0.5}, fast=False)  # fmt: skip
+    learners = ",".join(str(FIRST_GPU + 1 + rank) for rank in range(case.learners))
     with run:
-        for process in ("buffer", "rollout", "learner"):
-            run.start(process, process)
+        run.start("buffer", "buffer")
+        run.start("rollout", "rollout")
+        run.start("learner", "learner", CUDA_VISIBLE_DEVICES=learners)
         run.wait("the first version", lambda: versions_of(run) >= 1, args.start_s)
         first = time.monotonic() - began
         run.wait("warm-up", lambda: versions_of(run) >= args.warm_up, args.start_s)
@@ -57,14 +83,16 @@ def whole_run(args: argparse.Namespace, keys: str) -> dict[str, float]:
 
 
 def both(args: argparse.Namespace) -> list[dict[str, Any]]:
-    """Run `silent` and the other run file at the same time, then swap their GPUs."""
-    pair = ("silent", args.against)
+    """Run `silent` and the other run file, at the same time if there are GPUs for both, then swap their GPUs."""
+    pair, needs = ("silent", args.against), 1 + CASES[args.case].learners
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in pair}
     gpus = torch.cuda.device_count()
+    weights = [CASES[args.case].shape, str(args.work.resolve() / "models"), "0.0"]
+    subprocess.run([sys.executable, "-m", "benchmarks.runs.models", *weights], check=True, stdout=subprocess.DEVNULL)
     for turn in range(args.turns):
         order = pair[:: 1 if turn % 2 == 0 else -1]
-        places = [(keys, place * 2) for place, keys in enumerate(order)]
-        at_once = [places] if gpus >= 4 else [[place] for place in ((keys, 0) for keys in order)]
+        places = [(keys, FIRST_GPU + place * needs) for place, keys in enumerate(order)]
+        at_once = [places] if gpus >= FIRST_GPU + 2 * needs else [[(keys, FIRST_GPU)] for keys in order]
         for together in at_once:
             started = [(keys, start(["--one", keys], first, args)) for keys, first in together]
             for keys, process in started:
@@ -77,7 +105,7 @@ def both(args: argparse.Namespace) -> list[dict[str, Any]]:
         if failed:
             rows.append(ResultRow("FAILED", 0.0, "", "; ".join(failed)))
             continue
-        case = f"turn {turn + 1}"
+        case = f"{args.case}, turn {turn + 1}"
         for key in ("sampled tokens/s", "mfu", "first version s", "learner works", "waits s/version"):
             if key in ours:
                 rows.append(ResultRow(key, ours[key], "", args.against, other[key], case))
@@ -88,7 +116,7 @@ def both(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 def start(words: list[str], first: int, args: argparse.Namespace) -> "subprocess.Popen[str]":
     """Start this benchmark as a process that measures one case on the GPUs from `first` on."""
-    flags = [f"--shape={args.shape}", f"--versions={args.versions}", f"--warm-up={args.warm_up}", f"--work={args.work}"]
+    flags = [f"--case={args.case}", f"--versions={args.versions}", f"--warm-up={args.warm_up}", f"--work={args.work}"]
     command = [sys.executable, "-m", "benchmarks.defaults", *words, *flags, f"--start-s={args.start_s}"]
     environment = os.environ | {"FIRST_GPU": str(first), "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
@@ -108,7 +136,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--against", default="tuned", choices=[keys for keys in KEYS if keys != "silent"])
     parser.add_argument("--turns", type=int, default=2, help="how often the two run; they swap GPUs each time")
-    parser.add_argument("--shape", default="Qwen2.5-1.5B")
+    parser.add_argument("--case", choices=CASES, default="1.5B")
     parser.add_argument("--versions", type=int, default=16)
     parser.add_argument("--warm-up", type=int, default=6)
     parser.add_argument("--start-s", type=float, default=300.0, help="longest time of each part of a run")
@@ -122,7 +150,8 @@ def main() -> int:
     if not torch.cuda.is_available():
         parser.error("no GPU is found; on a CPU `auto` has no choice")
     rows = both(args)
-    write(args.out, "defaults", rows)
+    others = [row for row in earlier(args.out) if not row.get("case", "").startswith(f"{args.case}, ")]
+    write(args.out, "defaults", [*others, *rows])
     return int(any(row["what"] == "FAILED" for row in rows))
 
 

@@ -22,7 +22,7 @@ import yaml
 from benchmarks.runs.ports import free_port
 from benchmarks.runs.processes import FIRST_GPU, Died, Processes
 from benchmarks.runs.trained import figures_of, trained_run, versions_of
-from benchmarks.weights.table import ResultRow, measured_here, progress, write
+from benchmarks.weights.table import ResultRow, earlier, progress, write
 
 TEACHER_GPU = {"none": None, "beside": 2, "shared": 0}
 """By case: the number of the teacher's GPU after FIRST_GPU."""
@@ -77,12 +77,6 @@ def measured(args: argparse.Namespace, case: str) -> list[ResultRow]:
         if values:
             rows.append(ResultRow(what, median(values), unit, case=name))
     return rows
-
-
-def earlier(file: Path) -> list[dict[str, Any]]:
-    """The rows in `file` that may stand beside those measured now."""
-    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-    return found["rows"] if measured_here().items() <= found.items() else []
 
 
 def compared(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -1,7 +1,7 @@
 """`python -m buffer CONFIG` runs the buffer of a run.
 
-The first SIGINT or SIGTERM stops it cleanly (exit 0: all that was received is committed and answered), the second at
-once. Exit 2: bad input, found before anything was started. Exit 1: the file failed while it served.
+The first SIGINT or SIGTERM stops it cleanly, with all that was received committed, the second at once. Exit 2: bad
+input, found before the start. Exit 1: the file failed while it served.
 """
 
 import asyncio
@@ -49,7 +49,6 @@ REMEDY = "Move the run's folder to a sound disk, and start the buffer again."
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line `argv`; returns the exit code."""
     configure_logging()
     command = argv[0] if argv else ""
     if command in inspect.COMMANDS:
@@ -83,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def print_keys(config: Config) -> int:
-    """Make the keys of a run unless they are there, and print their folder; returns the exit code."""
+    """Make the keys of a run, and print their folder."""
     try:
         print_visible(make_keys(config.run.path / "keys"))
     except KeysError as error:
@@ -93,7 +92,6 @@ def print_keys(config: Config) -> int:
 
 
 async def run(config: Config, loss_accepted: bool = False) -> None:
-    """Listen, read everything back, serve until the first signal."""
     raise_open_files(config)
     keep_memory()
     keys = buffer_keys(config.buffer.address, config.run.path)
@@ -117,7 +115,7 @@ async def run(config: Config, loss_accepted: bool = False) -> None:
                 log.info("changed since the last launch: %s", change)
             handlers = Handlers(restored(config, store, problems, clock), store, problems, limits)
             if any(change.key == "rollout.servers" for change in changed):
-                handlers.ledger.wanted.scale(None, by_person=True)  # what the run file says now is newer
+                handlers.ledger.wanted.scale(None, by_person=True)  # the run file is newer
             problems.listen(server.wake)
             log.info("run %s: %s problems, %s, %s", limits.run, len(problems), path or "memory", server.address)
             if handlers.ledger.view.finished():
@@ -129,16 +127,15 @@ async def run(config: Config, loss_accepted: bool = False) -> None:
                 log.info("stopping (%s again to force quit)", signal.Signals(number).name)
                 serving.cancel()
 
-            with StopSignals(drain, last=True):  # the learner still needs the buffer for its last version
+            with StopSignals(drain, last=True):  # the learner still needs it for its last version
                 await asyncio.wait({serving})
             if not serving.cancelled():
                 serving.result()
 
 
 def advice_for(error: sqlite3.Error | OSError) -> str:
-    """What to do about an error of the ledger's file while it was served."""
     if isinstance(error, StoreGone | DamagedPage):
-        return ""  # its own text says it
+        return ""
     if is_damage(error):
         damage = "The file is damaged: `python -m buffer scrub RUN` names what is"
         return f". {damage}; bring back a copy of it, or begin anew with another run.name."
@@ -147,7 +144,7 @@ def advice_for(error: sqlite3.Error | OSError) -> str:
 
 
 def restored(config: Config, store: Store, problems: Problems, clock: ListeningClock) -> Ledger:
-    """Leases stay valid and are renewed now. The time in which the data were read is no part of the first lease."""
+    """Leases stay valid and are renewed now: the time of reading is no part of them."""
     clock.mark()
     batch, given = config.batch, config.data.difficulty
     ledger = Ledger(
@@ -171,12 +168,11 @@ def restored(config: Config, store: Store, problems: Problems, clock: ListeningC
         recall=store.closed,
     )
     ledger.restore(store.load(), clock.now())
-    ledger.upcoming(1)  # the order of the epoch is drawn now, and not when the first server asks
+    ledger.upcoming(1)  # draws the epoch's order before the first server asks
     return ledger
 
 
 def limits_of(config: Config) -> Limits:
-    """What the answers depend on."""
     return Limits(
         run=config.run.name,
         fingerprint=resume.fingerprint(config),
@@ -189,7 +185,6 @@ def limits_of(config: Config) -> Limits:
 
 
 def bounds_of(config: Config) -> Bounds:
-    """What the model and the teachers allow."""
     teacher = config.teacher
     return Bounds.of_model(config.model, config.rollout.routing_replay, teacher.teachers, teacher.top_k)
 

@@ -1,8 +1,7 @@
-"""Who may connect to a server of the run, and the role that a connection has by its key.
+"""Who may connect to a server of the run, and with which role, by its key.
 
-TCP uses CURVE. The samples wire of one machine is a Unix socket, which other users cannot enter; there the secret of a
-role is its password (PLAIN), because to encrypt megabytes takes as long as to store them. The authenticator names the
-role of each connection: `frame.get("User-Id")`.
+TCP uses CURVE. One machine has a Unix socket that other users cannot enter, with a role's secret as password (PLAIN):
+to encrypt megabytes takes as long as to store them. A frame names the role: `frame.get("User-Id")`.
 """
 
 import ipaddress
@@ -41,9 +40,10 @@ class RoleAuthenticator(ThreadAuthenticator):
 def judge_connections(
     context: "zmq.Context[Any]", socket: zmq.asyncio.Socket, keys: ServerKeys, address: str = ""
 ) -> ThreadAuthenticator:
-    """Start an authenticator for `socket`, which is not bound yet. It runs in a thread, so a busy event loop delays no
-    connection. The caller stops it before the context ends. libzmq takes foreign bytes for ZMTP 1 or 2, which a socket
-    with a mechanism rejects."""
+    """Start an authenticator for `socket`, which is not bound yet.
+
+    It is a thread, so a busy event loop delays no connection. The caller stops it before the context ends.
+    """
     authenticator = RoleAuthenticator(context, keys)
     try:
         authenticator.start()
@@ -55,7 +55,7 @@ def judge_connections(
             authenticator.configure_curve_callback(DOMAIN, keys)
             socket.curve_server = True
             socket.curve_publickey, socket.curve_secretkey = keys.public, keys.secret
-    except BaseException:  # the end of the context would wait for the thread's sockets for ever
+    except BaseException:  # else the end of the context would wait for ever
         authenticator.stop()
         raise
     return authenticator
@@ -70,7 +70,7 @@ def identify(socket: Any, keys: ClientKeys, address: str) -> None:
 
 
 def endpoint(address: str, folder: Path) -> str:
-    """Where ZeroMQ binds or connects for `address`; `folder` holds the run's keys."""
+    """`folder` holds the run's keys."""
     if address != LOCAL:
         return address
     path = folder.absolute() / SOCKET
@@ -85,7 +85,7 @@ def _opened(folder: Path) -> int:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether `tcp://host:port`, or LOCAL, is reachable from this machine only."""
+    """Whether only this machine reaches the address."""
     if address == LOCAL:
         return True
     host = split(address)[0]
@@ -99,19 +99,18 @@ def is_loopback(address: str) -> bool:
 
 
 def split(address: str) -> tuple[str, str]:
-    """`tcp://host:port` -> (host, port), without the brackets of IPv6."""
+    """`tcp://host:port` -> (host, port), without brackets."""
     host, _, port = address.removeprefix("tcp://").rpartition(":")
     return host.strip("[]"), port
 
 
 def ready(address: str, run: Path) -> Path:
-    """The folder of the run's keys. Makes them if the buffer is on this machine, so that any process may start first;
-    on another machine they would fit no other."""
+    """Return the folder of keys; made here if the buffer is on this machine, so that any process may start first."""
     return make_keys(run / "keys") if is_loopback(address) else run / "keys"
 
 
 def buffer_keys(address: str, run: Path) -> ServerKeys:
-    """The keys with which the buffer listens on `address`; makes those of the run unless they are there."""
+    """Make the run's keys, if needed, and return the buffer's."""
     return load_server_keys(make_keys(run / "keys"), "buffer", passwords=address == LOCAL)
 
 

@@ -19,7 +19,6 @@ SAMPLES = "SELECT idx, bytes, data_of(segment, position, bytes) FROM samples WHE
 
 
 def quarantine(db: sqlite3.Connection, tokenizer: "Tokenizer | None" = None) -> Iterable[str]:
-    """A paragraph for each group in quarantine; the text of its tokens if there is a tokenizer."""
     items = db.execute(ITEMS).fetchall()
     if not items:
         yield "no group is in quarantine"

@@ -1,5 +1,4 @@
-"""Commands that show what a run's buffer holds, live or dead: `python -m buffer
-tail|show|export|quarantine|problems`."""
+"""Shows what a run's buffer holds, live or dead: `python -m buffer tail|show|export|quarantine|problems`."""
 
 import argparse
 import json
@@ -63,7 +62,6 @@ DIGITS = 18
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run one of COMMANDS; returns the exit code."""
     parser = CommandParser("python -m buffer")
     commands = parser.add_subparsers(dest="command", required=True)
     command = commands.add_parser("tail", help=COMMANDS["tail"])
@@ -84,9 +82,7 @@ def main(argv: Sequence[str]) -> int:
             "run", nargs="+", help="the run's folder, or its config files; --section.key=value as elsewhere"
         )
     given, overrides = parser.parse_known_args(argv)
-    console = Console(
-        file=output(), highlight=False, soft_wrap=True
-    )  # styles only on a terminal, and not with NO_COLOR
+    console = Console(file=output(), highlight=False, soft_wrap=True)  # styles only on a terminal, without NO_COLOR
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `tail RUN | head` ends quietly
     act: dict[str, Callable[[sqlite3.Connection, Config], Iterable[str | Text]]] = {
         "tail": lambda db, config: tail(db, given.n, given.follow),
@@ -121,7 +117,7 @@ def whole_number(text: str) -> int:
 
 
 def found(words: Sequence[str]) -> tuple[Config, Path]:
-    """Raises LedgerError if the ledger is in no file."""
+    """Read the run file. Raises LedgerError if the ledger is in no file."""
     first = Path(words[0])
     argv = [str(first / "config.yaml"), *words[1:]] if first.is_dir() else words
     config = load.read(argv, "python -m buffer COMMAND", lenient=True)
@@ -134,7 +130,7 @@ def found(words: Sequence[str]) -> tuple[Config, Path]:
 
 @cache
 def tokenizer_of(model: str) -> "Tokenizer | None":
-    from huggingface_hub import try_to_load_from_cache  # tokenizers and this import no torch, transformers does
+    from huggingface_hub import try_to_load_from_cache  # these import no torch, transformers does
     from huggingface_hub.errors import HFValidationError
     from tokenizers import Tokenizer
 
@@ -156,7 +152,7 @@ def tokenizer_of(model: str) -> "Tokenizer | None":
 
 
 def tail(db: sqlite3.Connection, number: int, follow: bool) -> Iterable[str]:
-    """The oldest of the last groups first; with `follow` until interrupted."""
+    """The oldest group first; with `follow` until interrupted."""
     query = """
         SELECT item, state, version, batch, server, tokens, samples, truncated, stored_at,
             (SELECT GROUP_CONCAT(ROUND(reward, 3), ' ') FROM samples s WHERE s.item = i.item)
@@ -255,7 +251,7 @@ def _table(sample: Sample, tokenizer: "Tokenizer | None") -> Iterable[str]:
 
 
 def export(db: sqlite3.Connection, out: Path) -> Iterable[str]:
-    """One row each (COLUMNS)."""
+    """Write one row (COLUMNS) for each sample."""
     query = """
         SELECT s.item, s.idx, i.row, epoch, state, reason, version, batch, server, problem,
             data_of(segment, position, s.bytes, s.crc32c)

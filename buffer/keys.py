@@ -1,6 +1,6 @@
-"""The keys of a run: a CURVE pair for each role, and the token that its reward and teacher servers ask for.
+"""The keys of a run: a CURVE pair for each role, and a token for its reward and teacher servers.
 
-`<run>/keys/` (mode 0700) holds 40 characters of Z85 in each `ROLE.public` and `ROLE.secret`, with mode 0600.
+`<run>/keys/` (mode 0700) holds `ROLE.public` and `ROLE.secret`, 40 characters of Z85.
 """
 
 import fcntl
@@ -37,15 +37,15 @@ READS: dict[str, tuple[str, ...]] = {
     "reward": (TOKEN,),
     "teacher": (TOKEN,),
 }
-"""What a process on another machine needs. On one machine the buffer also reads the clients' secrets."""
+"""What a process on another machine needs; the buffer of one machine also reads clients' secrets."""
 
 
 class KeysError(ValueError):
-    """Keys are of no use; the text names file and remedy."""
+    """The text names file and remedy."""
 
 
 class NoKeys(KeysError):
-    """A key file does not exist: nothing of the run has been started where this folder is."""
+    """No key file: nothing of the run has been started where this folder is."""
 
     pass
 
@@ -59,7 +59,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class ServerKeys:
-    """Keys of a process that others connect to: its own pair, and whom it admits."""
+    """A process's own pair, and whom it admits."""
 
     folder: Path
     public: bytes
@@ -68,7 +68,7 @@ class ServerKeys:
     passwords: Mapping[str, str] = field(default_factory=dict, repr=False)
 
     def callback(self, domain: str, key: bytes) -> bool:
-        """Called by pyzmq's authenticator with a key in Z85."""
+        """For pyzmq's authenticator, with a key in Z85."""
         return key in self.clients
 
 
@@ -82,8 +82,7 @@ class ClientKeys:
 
 
 def make_keys(folder: Path) -> Path:
-    """Make the keys of a run, unless they are there. All files appear at once or not at all, and only one of several
-    processes makes them. Raises KeysError."""
+    """Raises KeysError. All files appear at once, and only one of several processes makes them."""
     try:
         if not _has_keys(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -103,7 +102,7 @@ def write_keys(folder: Path, pairs: Mapping[Role, Pair], token: str) -> None:
 
 
 def write_key(file: Path, key: bytes) -> None:
-    """Write a new file that only this user can read."""
+    """Only this user can read the new file."""
     with open(file, "xb", opener=lambda path, flags: os.open(path, flags, 0o600)) as opened:
         opened.write(key.strip() + b"\n")
 
@@ -134,12 +133,11 @@ def load_client_keys(folder: Path, role: Role, server: Role = "buffer") -> Clien
 
 
 def load_token(folder: Path) -> str:
-    """The token of the run's reward and teacher servers."""
     return read_key(folder / TOKEN).decode()
 
 
 def read_key(path: Path) -> bytes:
-    """Raises KeysError, also for a file that others can read, and for one that holds no key."""
+    """Raises KeysError, also for a file that others can read."""
     try:
         mode = path.stat().st_mode & 0o777
         key = path.read_bytes().strip()
@@ -157,7 +155,7 @@ def read_key(path: Path) -> bytes:
 
 def _remedy(folder: Path) -> str:
     make = "`python -m actors launch` or `python -m buffer`, on the machine of the buffer"
-    if any(os.path.exists(folder / name) for name in OLD_NAMES):  # False in a folder that this user may not enter
+    if any(os.path.exists(folder / name) for name in OLD_NAMES):  # False in a folder that is closed to this user
         return f"the keys there are those of an older Headrace: {make} replaces them, then copy the folder here"
     return f"keys are made by {make}: start one of them, or copy the folder from there"
 
@@ -167,7 +165,7 @@ def _pair(folder: Path, role: Role) -> Pair:
 
 
 def _public(folder: Path, role: Role) -> bytes:
-    """The public key of a role. Where its secret is too, the one is compared with the other."""
+    """Where the secret is too, the two are compared."""
     public, secret = folder / f"{role}.public", folder / f"{role}.secret"
     key, known = read_key(public), b""
     if secret.exists():
@@ -202,7 +200,7 @@ def _put(folder: Path, pairs: Mapping[Role, Pair], token: str) -> None:
         if folder.is_dir():
             for name in OLD_NAMES:
                 (folder / name).unlink(missing_ok=True)
-            with suppress(OSError):  # it holds something else, of which the next line's error speaks
+            with suppress(OSError):  # it holds something else, which the next line's error names
                 folder.rmdir()
         fresh.rename(folder)
     except OSError:

@@ -1,7 +1,4 @@
-"""`python -m buffer problems RUN`: the problems of a run with solved share, attempts and state.
-
-The settings that say what is solved, retired and left out are those of the last launch.
-"""
+"""`python -m buffer problems RUN`: the drawn problems with solved share, attempts and state."""
 
 import json
 import sqlite3
@@ -38,7 +35,7 @@ class ListedProblem(NamedTuple):
 
 
 class Rules(NamedTuple):
-    """What decides the state of a row, by the settings of the last launch."""
+    """What decides a row's state, by the settings of the last launch."""
 
     attempts: int
     marks: Marks
@@ -48,7 +45,6 @@ class Rules(NamedTuple):
 
 
 def listed(db: sqlite3.Connection) -> Iterator[ListedProblem]:
-    """The problems that were drawn, by row."""
     rules = _rules(db)
     for values in db.execute(DRAWN):
         record, (place, item_state) = RowRecord(*values[:FIELDS]), values[FIELDS:]
@@ -74,7 +70,6 @@ def counts(db: sqlite3.Connection) -> tuple[dict[str, int], list[str]]:
 
 
 def problems(db: sqlite3.Connection, only: str | None = None) -> Iterable[str]:
-    """One line with all counts, then one for each drawn problem."""
     found, _ = counts(db)
     total = sum(found.values()) - found.get("retired", 0)
     shown = ", ".join(f"{number} {name.replace('_', ' ')}" for name, number in found.items())

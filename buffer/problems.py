@@ -18,7 +18,7 @@ from configs.data.sources import Source, SourceError, parts_of, source_name
 from configs.schema import MOST_MESSAGE_MIB, Config, DataConfig
 
 LOOKED_AT = 1000
-"""Rows, evenly spread, whose images' sizes are read."""
+"""Rows whose images' sizes are read."""
 READ_AHEAD = 256
 
 
@@ -47,7 +47,7 @@ class Problems(Sequence[dict[str, Any]]):
             self._made.expect(rows())
 
     def num_ready(self, rows: Callable[[], Sequence[int]]) -> int | None:
-        """From the first one on; None: all, and those that follow."""
+        """Ready rows from the first one on; None: all, and those that follow."""
         if not self._made or not (asked := rows()):
             return None
         return sum(1 for _ in takewhile(self._made.is_ready, asked))
@@ -94,8 +94,11 @@ def load_problems(
     truth: bool = True,
     index: Path | None = None,
 ) -> Problems:
-    """`room`: an existing folder with room for a copy of the images in a parquet file. `truth`: whether rows must have
-    a ground truth. `index`: a folder for what makes the next start faster. Raises ProblemsError."""
+    """Open the sources. Raises ProblemsError.
+
+    `room`: folder for a copy of a parquet file's images. `truth`: rows must have a ground truth. `index`: folder for a
+    faster next start.
+    """
     key = key or next((f"data.{name}" for name, known in data.sources().items() if known == source), "data.train")
     try:
         sources = [(part.weight, open_source(part, data, key, truth, index)) for part in parts_of(source)]

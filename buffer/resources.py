@@ -26,13 +26,11 @@ LOOK_S = 5.0
 
 
 class OpenFiles:
-    """The process's limit of open files."""
-
     def __init__(self, limit: float | None = None) -> None:
         self.limit = _soft_limit() if limit is None else limit
 
     def left(self) -> float:
-        """The system hands out the lowest number that is free."""
+        """The system hands out the lowest free number."""
         try:
             lowest = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         except OSError:
@@ -48,7 +46,7 @@ class OpenFiles:
 
 
 def raise_open_files(config: Config) -> None:
-    """Take all open files that the system allows, but for a reserve of the store."""
+    """Take all that the system allows, less a reserve of the store."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft = hard if hard == resource.RLIM_INFINITY else max(hard - capacity.RESERVED_FILES, hard // 2)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -60,19 +58,18 @@ def raise_open_files(config: Config) -> None:
 
 
 def memory_left() -> int:
-    """Bytes that can still be taken on this machine, or in its container."""
+    """Bytes on this machine, or in its container."""
     left = psutil.virtual_memory().available
     try:
         most, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))
         stat = dict(line.split() for line in (CGROUP / "memory.stat").read_text().splitlines())
-    except OSError:  # not in a cgroup of the second version
+    except OSError:  # no cgroup of the second version
         return left
     return left if most == "max" else min(left, int(most) - int(used) + int(stat["inactive_file"]))
 
 
 def keep_memory() -> None:
-    """Have glibc keep what is freed: fresh memory from the kernel takes eight times as long as copying samples into
-    it."""
+    """Have glibc keep what is freed: fresh memory takes eight times as long as copying samples into it."""
     libc = ctypes.CDLL(None)
     if hasattr(libc, "mallopt"):
         libc.mallopt(M_MMAP_THRESHOLD, KEPT_BELOW)
@@ -80,14 +77,14 @@ def keep_memory() -> None:
 
 
 def collect_rarely() -> None:
-    """Look for cycles among new objects only: to look at all of a large ledger stops everything for 0.1 s."""
+    """Look for cycles among new objects only: a look at a large ledger stops everything for 0.1 s."""
     gc.collect()
     gc.freeze()
     gc.set_threshold(5000, 10, 10**9)
 
 
 class MemoryWatch:
-    """Says in the log, while memory gets short, what the buffer holds."""
+    """Logs what the buffer holds when memory gets short."""
 
     def __init__(self, now: float) -> None:
         self._told_at = -inf
@@ -107,7 +104,6 @@ class MemoryWatch:
 
 
 def memory_in_words(taken: int, left: int, held: dict[str, int]) -> str:
-    """The line of the log."""
     gib = 2**30
     what = ", ".join(f"{name} {size / gib:.2f}" for name, size in held.items())
     short = f"memory gets short: {left / gib:.2f} GiB are left on this machine, the buffer takes {taken / gib:.2f}"

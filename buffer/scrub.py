@@ -1,7 +1,4 @@
-"""`python -m buffer scrub RUN`: reads every byte that a run keeps, and prints what is damaged. Changes nothing.
-
-Samples that an earlier release wrote without a checksum are counted.
-"""
+"""`python -m buffer scrub RUN`: reads every byte that a run keeps, and prints what is damaged. Changes nothing."""
 
 import sqlite3
 import sys
@@ -31,7 +28,7 @@ STILL = "SELECT 1 FROM samples WHERE item = ? AND idx = ? AND segment = ? AND po
 
 
 class Scrub:
-    """Yields lines about what it read; `damaged` counts those about damage."""
+    """`damaged` counts lines about damage."""
 
     def __init__(self) -> None:
         self.damaged = 0
@@ -79,7 +76,7 @@ class Scrub:
         yield f"{folder}: {number} samples read{f', {unknown} of them without a checksum' if unknown else ''}"
 
     def _still_there(self, file: Path, *where: int) -> bool:
-        """A live buffer may have removed the sample since the scrub began."""
+        """A live buffer may have removed the sample meanwhile."""
         with closing(reading(file)) as db:
             return db.execute(STILL, where).fetchone() is not None
 
@@ -103,7 +100,6 @@ class Scrub:
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line `argv`, without `scrub`; returns the exit code."""
     parser = CommandParser(PROG, description=WHAT)
     parser.add_argument("run", nargs="+", help="its folder, or its config files; --section.key=value as elsewhere")
     given, overrides = parser.parse_known_args(argv)

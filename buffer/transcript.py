@@ -1,6 +1,6 @@
-"""A sample as people read it: segment by segment what was given and what was sampled.
+"""A sample as people read it, by segments.
 
-A text that names its speakers as ChatML, Llama 3 or Gemma do is split into their messages.
+A text that names its speakers as ChatML, Llama 3 or Gemma do is split into messages.
 """
 
 import re
@@ -27,18 +27,14 @@ SHOWN_CHARS = 2000
 
 
 class Stretch(NamedTuple):
-    """A piece of a passage's text, which may be the call of a tool."""
-
     text: str
     is_call: bool
 
 
 @dataclass(frozen=True)
 class Passage:
-    """What one side says without a break."""
-
     speaker: str
-    """As the text names it; "" where it does not."""
+    """"" if the text does not name it."""
     text: str
     """"" without a tokenizer."""
     tokens: int
@@ -78,7 +74,7 @@ class Passage:
 
 @dataclass(frozen=True)
 class Chapter:
-    """`repeated` says how the segment begins as an earlier one; that is not among `passages`."""
+    """`repeated` says how the segment begins as an earlier one; that is not in `passages`."""
 
     title: str
     repeated: str
@@ -86,7 +82,6 @@ class Chapter:
 
 
 def chapters(sample: Sample, tokenizer: "Tokenizer | None") -> list[Chapter]:
-    """The segments of a sample, in order."""
     found, whole, turn = list[Chapter](), list[list[Passage]](), 0
     for number, (start, stop) in enumerate(sample.bounds, 1):
         passages = list(_passages(sample, start, stop, tokenizer, turn))
@@ -101,7 +96,7 @@ def chapters(sample: Sample, tokenizer: "Tokenizer | None") -> list[Chapter]:
 
 
 def lines(read: Sequence[Chapter], full: bool = False) -> Iterator[Text]:
-    """The lines of a sample for a terminal, styled; `full`: no passage is folded."""
+    """`full`: fold no passage."""
     for chapter in read:
         if chapter.title:
             yield Text(f"  {chapter.title}", "bold underline")
@@ -149,7 +144,7 @@ def _messages(tokens: np.ndarray, tokenizer: "Tokenizer | None") -> list[np.ndar
 def _text(tokens: np.ndarray, tokenizer: "Tokenizer | None") -> str:
     known = tokens[tokens >= 0].tolist()  # a group in quarantine may have others
     text = tokenizer.decode(known, skip_special_tokens=False) if tokenizer else ""
-    return visible(text, 16 * len(text) + 1)  # not shortened here: the caller that shows it does that
+    return visible(text, 16 * len(text) + 1)  # the caller shortens it
 
 
 def _common(passages: Sequence[Passage], others: Sequence[Passage]) -> int:

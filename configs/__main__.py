@@ -1,8 +1,8 @@
 """`python -m configs RUN.yaml [MORE.yaml ...] [--gpu NAME] [--section.key=value ...]`: explains and checks a run file.
 
 Prints the run's arithmetic, its memory, speed and cost on the card, then `valid`, or everything that is wrong with exit
-code 2. Checks and forecast run in processes of their own, because this package imports no other one. `--keys [SECTION]`
-lists keys, `--from FILE [--out RUN.yaml]` converts another system's settings.
+code 2. `--keys [SECTION]` lists keys, `--from FILE [--out RUN.yaml]` converts another system's settings. Other packages
+check in processes of their own.
 """
 
 import logging
@@ -30,7 +30,6 @@ PROG = "python -m configs"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code: 0 for a run that may start, 2 for one that may not."""
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `python -m configs RUN.yaml | head` ends quietly
     keys = {"nargs": "?", "const": ""}
     flags, rest = split_flags(argv, PROG, gpu={}, keys=keys, **{"from": {"type": Path}}, out={"type": Path})

@@ -1,7 +1,4 @@
-"""Finds what in a model's config.json prevents exact training, and how many positions the model has.
-
-`learner/model/exactness.py` tries what only the built model shows.
-"""
+"""Finds what in a model's config.json prevents exact training."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -11,9 +8,9 @@ PROVEN = (
     *("llama", "qwen2", "qwen3", "qwen3_moe"),
     *("qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl", "qwen3_vl_text"),
 )
-"""The tests compare packed rows of these types with transformers."""
+"""Tests compare packed rows of these types with transformers."""
 SEEING = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3")
-"""Images of these types are trained. Other multimodal models are trained on text alone."""
+"""Images of these types are trained."""
 MUTUAL = ("gemma3",)
 """The tokens of an image see each other, later ones too. All images are squares of one size."""
 LAYER_TYPES = (
@@ -21,8 +18,7 @@ LAYER_TYPES = (
     *("linear_attention", "conv", "mamba", "mamba2", "hybrid", "recurrent"),
     *("mlp", "moe"),
 )
-"""The learner keeps documents apart in attention, in layers that keep a state (`learner/model/state.py`), and in layers
-that see one token at a time."""
+"""The learner keeps documents apart in these."""
 QUANTISED = ("quantization_config", "compression_config")
 LAYER_KEYS = ("layer_types", "layers_block_type", "block_types")
 ROPES = ("default", "linear", "llama3", "mrope", "proportional", "yarn")
@@ -30,7 +26,7 @@ ROPES = ("default", "linear", "llama3", "mrope", "proportional", "yarn")
 FINAL = ("deepseek_llama_scaling", "deepseek_yarn", "llama3", "longrope", "su", "yarn")
 """With these `max_position_embeddings` is final; with others vLLM multiplies it by `factor`."""
 GENERATIVE = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
-"""Ends of names of classes with a head that predicts the next token."""
+"""Ends of classes with a head that predicts the next token."""
 SIZES = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("vocab_size", "max_position_embeddings", "num_experts_per_tok", "decoder_sparse_step"),
@@ -40,29 +36,27 @@ ROPE_KEYS = ("rope_parameters", "rope_scaling")
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the config of the language model, which is nested in a vision-language model's config."""
+    """Multimodal models nest the language model's config."""
     nested = config.get("text_config")
     return nested if isinstance(nested, Mapping) else config
 
 
 def trains_text_alone(config: Mapping[str, Any], wanted: bool = False) -> bool:
-    """Whether only the text model of a multimodal model is trained. `wanted`: `model.text_alone`."""
+    """Whether only the text model is trained. `wanted`: `model.text_alone`."""
     seen = config.get("vision_config") is not None  # early files of Qwen2-VL nest their tower alone
     return (seen or text_config(config) is not config) and (wanted or config.get("model_type") not in SEEING)
 
 
 def reads_images(config: Mapping[str, Any], text_alone: bool = False) -> bool:
-    """Whether config.json is of a model whose images are trained."""
     return config.get("model_type") in SEEING and not text_alone
 
 
 def is_proven(config: Mapping[str, Any]) -> bool:
-    """Whether the tests cover models of this type, so that no trial is needed."""
+    """Whether tests cover models of this type."""
     return config.get("model_type") in PROVEN and not any(unsupported(config))
 
 
 def unsupported(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield why the learner would not train the model exactly."""
     text = text_config(config)
     if wrong := list(malformed(text)):
         yield from wrong
@@ -86,7 +80,6 @@ def unsupported(config: Mapping[str, Any]) -> Iterator[str]:
 
 
 def malformed(text: Mapping[str, Any]) -> Iterator[str]:
-    """Yield each size of a text config that is no number."""
     remedy = "correct it or download the model again"
     for key in SIZES:
         if text.get(key) is not None and type(text[key]) is not int:
@@ -111,7 +104,7 @@ def _not_generative(config: Mapping[str, Any], text: Mapping[str, Any]) -> Itera
 
 
 def ropes(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """Rotary embeddings: one, or one for each type of layer."""
+    """Yield the rotary embedding, or one for each type of layer."""
     for key in ROPE_KEYS:
         given = config.get(key)
         if isinstance(given, Mapping) and given:
@@ -120,13 +113,13 @@ def ropes(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
 
 
 def rope_type(rope: Mapping[str, Any]) -> str:
-    """Example: `rope_type({"type": "yarn", "factor": 4.0}) == "yarn"`, in the words of transformers 4."""
+    """Example: `rope_type({"type": "yarn"}) == "yarn"`, in the words of transformers 4."""
     return str(rope.get("rope_type") or rope.get("type") or "default")
 
 
 def usable_positions(config: Mapping[str, Any]) -> int | None:
-    """vLLM multiplies `max_position_embeddings` by the rotary embedding's factor, except for FINAL and for Gemma 3,
-    whose config has the product already."""
+    """vLLM multiplies `max_position_embeddings` by the rope's factor, except for FINAL and Gemma 3, whose config has
+    the product."""
     positions = config.get("max_position_embeddings")
     if not isinstance(positions, int):
         return None

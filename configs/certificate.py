@@ -1,4 +1,4 @@
-"""The certificate of a model: what was compared before training (`learner/certify/`)."""
+"""The certificate of a model: what `learner/certify/` compared."""
 
 from collections.abc import Iterator
 from math import isfinite
@@ -13,7 +13,7 @@ FILE = "certificate.json"
 
 
 class Check(BaseModel):
-    """One comparison: `Check(what="packed documents = alone", figure=3e-6, limit=1e-4, unit="nat")`"""
+    """`Check(what="packed documents = alone", figure=3e-6, limit=1e-4, unit="nat")`"""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     what: str
@@ -22,7 +22,7 @@ class Check(BaseModel):
     limit: float | None = None
     unit: str = ""
     fault: str = ""
-    """Why the check fails, with the type of the layer at fault."""
+    """Why the check fails."""
     note: str = ""
     """Why nothing was compared, or with what."""
 
@@ -40,7 +40,7 @@ COLUMNS = ("compared", "largest difference", "limit", "", "why")
 
 
 def judged(what: str, figure: float, limit: float, unit: str = "nat", fault: str = "", note: str = "") -> Check:
-    """Return a check that holds if `figure` is at most `limit`; `fault` says why not."""
+    """Return a check that holds if `figure` is at most `limit`."""
     if isfinite(figure):
         why = "" if figure <= limit else fault or "the difference is above the limit"
         return Check(what=what, figure=figure, limit=limit, unit=unit, fault=why, note=note)
@@ -48,7 +48,7 @@ def judged(what: str, figure: float, limit: float, unit: str = "nat", fault: str
 
 
 class Certificate(BaseModel):
-    """What was compared of a model, and with which software."""
+    """What was compared, and with which software."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     model: str
@@ -65,7 +65,7 @@ class Certificate(BaseModel):
     remedy: str = ""
     checks: tuple[Check, ...] = ()
     crc32c: str = ""
-    """CRC32C of all other fields, in a certificate's file. Earlier releases wrote none."""
+    """CRC32C of all other fields; empty from earlier releases."""
 
     @property
     def faults(self) -> list[str]:
@@ -93,7 +93,7 @@ class Certificate(BaseModel):
 
 
 def read(file: Path) -> Certificate | None:
-    """None without one that this release can read, and for a damaged one."""
+    """The certificate; None if it is missing, damaged or of another release."""
     try:
         found = Certificate.model_validate_json(file.read_bytes())
     except (OSError, ValidationError):
@@ -107,7 +107,6 @@ def _crc32c(certificate: Certificate) -> str:
 
 
 def write(certificate: Certificate, file: Path) -> None:
-    """Write the certificate whole or not at all."""
     draft = file.with_name(f"{file.name}.draft")
     with open(draft, "w", encoding="utf-8", opener=open_private) as made:
         checked = certificate.model_copy(update={"crc32c": _crc32c(certificate)})

@@ -1,7 +1,7 @@
-"""Which checkpoints a run's folder has, and whether their files are those that were written.
+"""Which checkpoints a run's folder has, and whether their files are whole.
 
-A manifest is written last and makes a folder a checkpoint. It has CRC32C of all files and of itself; manifests of
-earlier releases have sizes alone.
+A manifest is written last and makes a folder a checkpoint. It has CRC32C of all files and of itself; earlier releases
+wrote sizes alone.
 """
 
 import json
@@ -19,24 +19,20 @@ SUMS, OWN_SUM = "crc32c", "manifest_crc32c"
 """CRC32C of each file, and of the manifest without this key."""
 CHUNK_BYTES = 1 << 20
 REPLACED, DAMAGED = ".old", ".damaged"
-"""Endings of folders while another checkpoint takes their place, and once files were found damaged."""
+"""Endings of folders that are being replaced, or whose files are damaged."""
 
 
 class Listed(NamedTuple):
-    """The files of a checkpoint by their paths in it."""
-
     sizes: Mapping[str, int]
     sums: Mapping[str, int]
     """Empty for an earlier release."""
 
 
 def folder_of(folder: Path, version: int) -> Path:
-    """The folder of the checkpoint of `version`."""
     return folder / f"v{version:06d}"
 
 
 def crc32c_of(file: Path) -> int:
-    """CRC32C of a file's bytes."""
     crc = 0
     with open(file, "rb", buffering=0) as stream:
         while chunk := stream.read(CHUNK_BYTES):
@@ -60,7 +56,6 @@ def manifest_of(checkpoint: Path) -> dict[str, Any]:
 
 
 def sum_of(manifest: Mapping[str, Any]) -> int:
-    """CRC32C of what a manifest says, `OWN_SUM` apart."""
     return int(value(json.dumps(manifest, sort_keys=True).encode()))
 
 
@@ -74,7 +69,7 @@ def listed(checkpoint: Path) -> Listed:
 
 
 def fault(checkpoint: Path) -> str | None:
-    """Name the fault of a checkpoint; None if all files have their sizes."""
+    """Return what is missing or has another size, if any."""
     try:
         files = listed(checkpoint).sizes.items()
     except (OSError, ValueError) as error:
@@ -90,7 +85,7 @@ def fault(checkpoint: Path) -> str | None:
 
 
 def damage(checkpoint: Path, names: Iterable[str] | None = None) -> str | None:
-    """Which file is damaged by its checksum."""
+    """Name a file that differs from its checksum."""
     for name, crc in listed(checkpoint).sums.items():
         if names is not None and name not in names:
             continue
@@ -104,12 +99,12 @@ def damage(checkpoint: Path, names: Iterable[str] | None = None) -> str | None:
 
 
 def complete(folder: Path) -> list[int]:
-    """Versions of the complete checkpoints, oldest first."""
+    """Complete versions, oldest first."""
     return sorted(version for version, path in _found(folder).items() if fault(path) is None)
 
 
 def newest(folder: Path) -> int:
-    """Version of the newest complete checkpoint, or 0."""
+    """The newest complete version, or 0."""
     for version, path in sorted(_found(folder).items(), reverse=True):
         if (why := fault(path)) is None:
             return version
@@ -118,6 +113,6 @@ def newest(folder: Path) -> int:
 
 
 def _found(folder: Path) -> dict[int, Path]:
-    """A checkpoint that was being replaced when the learner was killed is included."""
+    """Includes a checkpoint that was being replaced."""
     replaced = {int(path.stem[1:]): path for path in folder.glob(f"v*{REPLACED}") if path.stem[1:].isdigit()}
     return replaced | {int(path.name[1:]): path for path in folder.glob("v*") if path.name[1:].isdigit()}

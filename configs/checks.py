@@ -1,7 +1,6 @@
 """Refuses a run file whose keys contradict each other or the machine, before any process starts.
 
-A rule yields lines: the key and the other key with their values, and the remedy. No package judges the run file a
-second time, except where torch, a GPU, the model or vLLM is needed to know.
+Other packages judge what needs torch, a GPU or vLLM.
 """
 
 import ast
@@ -30,9 +29,8 @@ OWN_RAY = "local"
 TOKEN_BYTES = 13
 """int32 token, uint8 sampled, float32 log-probability, int32 version."""
 TEACHER_BYTES = 4
-"""float32 log-probability."""
 TOP_BYTES = 8
-"""Per sampled token for each of `teacher.top_k`: int32 token and float32 log-probability."""
+"""int32 token and float32 log-probability."""
 
 WEIGHTS = "model.path: weights"
 """A server does not read the weights if whole policies are pushed to it."""
@@ -100,16 +98,13 @@ SPREAD = ("enable_expert_parallel", "enable_eplb")
 NEVER_REPLAYED = ("decode_context_parallel_size", "prefill_context_parallel_size")
 
 QUANTIZATIONS = ("fp8", "fp8_per_tensor")
-"""vLLM computes these anew for each policy that it loads."""
+"""vLLM computes these anew for each policy."""
 
 
 def check(
     config: Config, *, problems: int | None = None, files: Collection[str] = FILES, further: Iterable[str] = ()
 ) -> None:
-    """Raise ConfigError with every contradiction.
-
-    `problems`: rows of data.train. `files`: keys whose files must be on this machine.
-    """
+    """Raise ConfigError with every contradiction. `problems`: rows of data.train."""
     refuse_sft(config)
     refuse_paths(config)
     found = [
@@ -127,14 +122,13 @@ def check(
 
 
 def refuse_sft(config: Config) -> None:
-    """Raise ConfigError for a run file of supervised fine-tuning: whoever calls this is of reinforcement learning."""
     if config.sft.rows is not None:
         remedy = "run it with python -m learner sft, or remove the section sft"
         raise ConfigError([f"sft.rows: {config.sft.rows}: the run file describes supervised fine-tuning; {remedy}"])
 
 
 def refuse_paths(config: Config) -> None:
-    """Raise ConfigError for paths that the system cannot look at, so that later rules get an answer."""
+    """Raise ConfigError for paths that the system cannot look at: later rules need an answer."""
     lines = [f"{key}: {line}" for key, path in _paths(config) if path and (line := _unusable(path))]
     if lines := lines or [*_no_folder(config)]:
         raise ConfigError(lines)
@@ -177,7 +171,6 @@ def _unusable(path: Path | str) -> str:
 
 
 def check_sft(config: Config, *, rows: int | None = None, files: Collection[str] = SFT_FILES) -> None:
-    """Raise ConfigError with everything that contradicts supervised fine-tuning, one line each."""
     refuse_paths(config)
     found = [
         *sft.rules(config, rows), *context_parallel.contradictions(config), *matmul.contradictions(config),
@@ -203,17 +196,17 @@ def _shadows(config: Config) -> Iterator[str]:
 
 
 def cluster_of(config: Config) -> str:
-    """The Ray cluster of the run; empty: this machine."""
+    """The Ray cluster of the run; "": this machine."""
     return "" if starts_ray(config) else _address(config)
 
 
 def starts_ray(config: Config) -> bool:
-    """Whether the launcher starts a Ray of its own on this machine."""
+    """Whether the launcher starts a Ray here."""
     return _address(config) == OWN_RAY
 
 
 def named_by(config: Config) -> str:
-    """What names the cluster of `cluster_of`, for people."""
+    """The key or variable of `cluster_of`."""
     return "cluster.address" if config.cluster.address else "RAY_ADDRESS"
 
 
@@ -222,7 +215,7 @@ def _address(config: Config) -> str:
 
 
 def own_hosts(config: Config) -> list[str]:
-    """Hosts of the run's own processes, which are never reached through a proxy."""
+    """Hosts of own processes, never reached through a proxy."""
     given = [config.buffer.host or "", config.weights.host, config.rollout.chat.host]
     given += [config.reward.host] if config.reward.servers else []
     given += [config.teacher.host] if config.teacher.served else []
@@ -239,7 +232,7 @@ def max_sample_tokens(config: Config) -> int:
 
 
 def max_group_bytes(config: Config) -> int:
-    """Bytes of the largest possible group, as stored and sent."""
+    """The largest possible group, as stored and sent."""
     routes = model_facts(config.model.path).route_bytes if config.rollout.routing_replay else 0
     taught = TEACHER_BYTES + TOP_BYTES * (config.teacher.top_k or 0) if config.teacher.teachers else 0
     return config.batch.samples * _stored_tokens(config) * (TOKEN_BYTES + routes + taught)
@@ -250,12 +243,12 @@ def _stored_tokens(config: Config) -> int:
 
 
 def max_episode_tokens(config: Config) -> int:
-    """Tokens of the longest episode of a task that sends messages, over all its segments."""
+    """The longest episode of a task that sends messages."""
     return config.rollout.chat.max_tokens or 4 * max_sample_tokens(config)
 
 
 def existing(path: Path) -> Path:
-    """`path`, or the lowest folder above it that exists."""
+    """The lowest folder at or above `path` that exists."""
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
 
 
@@ -383,7 +376,6 @@ def _experts(config: Config) -> Iterator[str]:
 
 
 def _untried_experts(config: Config, facts: ModelFacts) -> Iterator[str]:
-    """Mixtures that failed, or that no trial of a server can judge."""
     model, device = f"{config.model.path} is of type {facts.kind}", config.rollout.device
     compared = is_proven(facts.kind, device, config.rollout.tensor_parallel)
     if fault := next((one.fault for one in failing(device) if one.kind == facts.kind), ""):
@@ -671,7 +663,6 @@ def _model(key: str, path: str, weights: bool = True) -> Iterator[str]:
 
 
 def _unreadable_text(path: Path) -> str:
-    """Why `path` is not a text in UTF-8, or ""."""
     try:
         path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
@@ -680,7 +671,7 @@ def _unreadable_text(path: Path) -> str:
 
 
 def _template(path: Path) -> Iterator[str]:
-    """Runs nothing of the template: even to compile one would compute its constants."""
+    """To compile a template would compute its constants, so it is only parsed."""
     from jinja2 import TemplateSyntaxError, nodes
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 

@@ -1,7 +1,4 @@
-"""What `learner.context_parallel` must satisfy by the run file and config.json.
-
-`learner/model/context.py` asks `why_not` again for every layer.
-"""
+"""What `learner.context_parallel` must satisfy."""
 
 from collections.abc import Iterator
 
@@ -18,7 +15,6 @@ def parts_of(learner: LearnerConfig) -> int:
 
 
 def contradictions(config: Config) -> Iterator[str]:
-    """Yield why ranks cannot share rows as the run file says."""
     size, shards, facts = config.learner.context_parallel, shards_of(config), facts_of(config.model)
     if size == 1:
         return
@@ -35,7 +31,7 @@ def contradictions(config: Config) -> Iterator[str]:
 
 
 def why_not(queries: int, keys: int, size: int) -> str:
-    """Why `size` ranks cannot share so many heads; empty if they can."""
+    """Why `size` ranks cannot share the heads; "" if they can."""
     if queries % size:
         return f"{size} does not divide the {queries} attention heads"
     if keys % size and size % keys:

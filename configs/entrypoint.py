@@ -1,4 +1,4 @@
-"""The outermost frame that all processes share: log format, command-line flags, signals, children, exit codes.
+"""The outermost frame of all processes: log format, flags, signals, children, exit codes.
 
 Exit codes: 0 done or drained, 1 failed, 2 input refused before anything was started, 3 the data ended before
 `run.versions`, 4 the learner of a run that was given up, whose last checkpoint could not be written, or whose steps
@@ -35,14 +35,13 @@ ENDINGS = {"versions": DONE, "data": DATA_ENDED, "failed": GIVEN_UP}
 PROCESS_NAME = re.compile(r"[A-Za-z0-9._-]+")
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 PARENT = "HEADRACE_PARENT"
-"""A child must not survive the process with this id, which started it."""
+"""Id of the process that started this one and that it must not survive."""
 PROGRESS = "HEADRACE_PROGRESS"
 """A kept process makes this file at its first progress."""
 NOTICE = "HEADRACE_NOTICE"
 """In this file its keeper says how many seconds a drain may take."""
 ABOVE = "HEADRACE_ABOVE"
-"""Set if a process above sends the signals, and forces with FORCING: a launcher's front process, a kept process's
-keeper, the learner above a rank."""
+"""A process above sends the signals, and forces with FORCING."""
 FORCING = signal.SIGQUIT
 TIE = f"{PIN}; from {__name__} import die_with_parent, tie_children; die_with_parent(); tie_children()"
 
@@ -50,7 +49,7 @@ TIE = f"{PIN}; from {__name__} import die_with_parent, tie_children; die_with_pa
 def configure_logging(tag: str = "") -> None:
     """Log to stderr from INFO on; `tag` is such as `[3]`."""
     handler = logging.StreamHandler()
-    handler.setLevel(logging.INFO)  # torch's checkpoint logger lets DEBUG through, whatever the root logger says
+    handler.setLevel(logging.INFO)  # torch's checkpoint logger lets DEBUG through
     handler.setFormatter(PlainFormatter(f"%(asctime)s %(levelname)s %(name)s{tag}: %(message)s"))
     # huggingface_hub names a logger by its file and writes there where it has saved something
     handler.addFilter(lambda record: record.levelno >= logging.WARNING or "/" not in record.name)
@@ -59,7 +58,7 @@ def configure_logging(tag: str = "") -> None:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """No flag may be abbreviated."""
+    """A parser without abbreviated flags."""
 
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog, **{"allow_abbrev": False} | options)
@@ -73,36 +72,35 @@ class CommandParser(argparse.ArgumentParser):
 
 
 def process_name(text: str) -> str:
-    """`--name` of a process, which stands in names of files."""
+    """Check `--name`, which stands in names of files."""
     if not PROCESS_NAME.fullmatch(text):
         raise argparse.ArgumentTypeError(f"{text[:40]!r} is not letters, digits, '.', '_' and '-'")
     return text
 
 
 def quiet_hub() -> None:
-    """This command's own line has the last thing that the hub's client logs."""
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # read when the client is imported
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
 
 def split_flags(argv: Sequence[str], prog: str, **flags: dict[str, Any]) -> tuple[argparse.Namespace, list[str]]:
-    """Split the command's own `flags` from run files and overrides: `models={"nargs": "+"}` takes `--models A B`."""
+    """Split a command's own `flags` from the rest: `models={"nargs": "+"}` takes `--models A B`."""
     parser = CommandParser(prog, add_help=False)
     own = {f"--{name.replace('_', '-')}": options for name, options in flags.items()}
     for flag, options in own.items():
         parser.add_argument(flag, **options)
-    # argparse takes an unknown --key=value with a space for a value: spaces are NUL meanwhile
+    # argparse takes an unknown --key=value with a space for a value
     foreign = {word: word.replace(" ", "\0") for word in argv if word[:2] == "--" and word.partition("=")[0] not in own}
     values, rest = parser.parse_known_args([foreign.get(word, word) for word in argv])
     return values, [word.replace("\0", " ") for word in rest]
 
 
 class StopSignals:
-    """SIGINT and SIGTERM inside a `with`: the first calls `drain(number)`, each later one `force(number)`.
+    """The first SIGINT or SIGTERM inside a `with` calls `drain(number)`, each later one `force(number)`.
 
-    Handlers run in the event loop if one is running, else between two bytecodes, where they must not print. A process
-    below another one gets a scheduler's SIGTERM twice, directly and forwarded: it counts both as one. `last`: other
-    processes need this one to the end, so it waits until its keeper leaves a notice.
+    Without an event loop, handlers run between two bytecodes, where they must not print. A scheduler's SIGTERM reaches
+    a process below another one twice, directly and forwarded: both count as one. With `last` the process waits for its
+    keeper's notice, because others need it to the end.
     """
 
     def __init__(
@@ -148,7 +146,7 @@ class StopSignals:
 
 @contextlib.contextmanager
 def blocked(*numbers: int) -> Iterator[None]:
-    """Block signals in this thread, and for life in each process that it starts inside."""
+    """Block signals here, and for life in each process that starts inside."""
     resource_tracker.ensure_running()  # multiprocessing would start it later, and then unblock signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
@@ -158,7 +156,7 @@ def blocked(*numbers: int) -> Iterator[None]:
 
 
 async def unless(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
-    """The result of `work`; None once `stop` is set, which cancels `work`."""
+    """Await `work`; None once `stop` is set, which cancels it."""
     task, stopping = asyncio.ensure_future(work), asyncio.create_task(stop.wait())
     try:
         await asyncio.wait({task, stopping}, return_when="FIRST_COMPLETED")
@@ -170,25 +168,24 @@ async def unless(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
 
 
 def end_at_once(number: int) -> NoReturn:
-    """Threads, collectives and engines may never end by themselves."""
+    """Threads, collectives and engines may never end."""
     os._exit(128 + number)
 
 
 def die_with_parent() -> None:
-    """Have the kernel send SIGKILL to this process when the thread that started it ends, if its process has set
-    PARENT."""
+    """Have the kernel kill this process when the thread that started it ends."""
     parent, os.environ[PARENT] = os.environ.get(PARENT), str(os.getpid())
     if parent is None or sys.platform != "linux":
         return
     end_with_parent()
-    if (now := os.getppid()) != int(parent):  # it died before, or never was our parent
+    if (now := os.getppid()) != int(parent):  # it ended before, or never was our parent
         words = f"{PARENT}: {parent} has ended or is not the parent of {os.getpid()}, {now} is; unset it\n"
         os.write(2, words.encode())
         os._exit(FAILED)
 
 
 def tie_children() -> None:
-    """Have every process that multiprocessing starts below this one, vLLM's too, die with its own parent.
+    """Have each process that multiprocessing starts below this one, vLLM's too, die with its parent.
 
     A spawned process gets the call in its command line: when it imports Headrace, its parent may be long dead.
     """
@@ -206,14 +203,14 @@ def tie_children() -> None:
 
 
 def tied_line(code: str) -> list[str]:
-    """A command line for a process that runs `code` and dies with this one, as those of multiprocessing do."""
+    """A command line whose process runs `code` and dies with this one."""
     flags = _args_from_interpreter_flags()
     return [sys.executable, *flags, "-c", f"{TIE}; {code}", "--multiprocessing-fork"]
 
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Imports of vLLM take a quarter less time without the garbage collector, which walks what was imported before."""
+    """Save a quarter of the time of vLLM's imports."""
     gc.disable()
     try:
         yield
@@ -223,7 +220,7 @@ def without_collections() -> Iterator[None]:
 
 @cache
 def made_progress() -> None:
-    """The next failure counts as a first for the keeper."""
+    """The keeper then counts the next failure as a first one."""
     if file := os.environ.get(PROGRESS):
         with contextlib.suppress(OSError):
             Path(file).touch()
@@ -241,7 +238,7 @@ def _log_thread(log: logging.Logger, failed: threading.ExceptHookArgs) -> None:
 
 
 def run_and_exit(main: Callable[[Sequence[str]], int], log: logging.Logger, is_rank: bool = False) -> NoReturn:
-    """End the process with the exit code of `main(sys.argv[1:])`, whatever threads still run."""
+    """End with the exit code of `main(sys.argv[1:])`, whatever threads still run."""
     variables.prepare(is_rank)
     threading.excepthook = partial(_log_thread, log)
     try:

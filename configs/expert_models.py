@@ -1,8 +1,6 @@
-"""Mixtures of experts into which servers load policies: which were compared with transformers, and on which device.
+"""Mixtures of experts that were compared with transformers, and on which device.
 
-Pure data. Two refusals read it: of a model's config.json, before anything starts (`configs/checks.py`), and of vLLM's
-class, when a server starts (`rollout/engine/experts/expert_kernels.py`). A mixture that is in no table is tried when
-its server starts (`rollout/engine/experts/reload_trial.py`).
+A mixture in no table is tried when its server starts.
 """
 
 from typing import NamedTuple
@@ -11,14 +9,14 @@ CPU, GPU = "cpu", "cuda"
 
 
 class ExpertModel(NamedTuple):
-    """One type of models, by the name in config.json (of the text model, where there are several) and vLLM's class."""
+    """A type: its name in config.json (of the text model) and vLLM's class."""
 
     kind: str
     architecture: str
     devices: tuple[str, ...]
-    """Where reloads were compared, by tests/rollout/engine and by tests/gpu."""
+    """Where reloads were compared by tests."""
     split: bool = False
-    """Whether reloads were compared with tensor parallelism 2 too, on a CPU."""
+    """Compared with tensor parallelism 2 too, on a CPU."""
 
 
 PROVEN = (
@@ -34,7 +32,7 @@ PROVEN = (
     ExpertModel("deepseek_v3", "DeepseekV3ForCausalLM", (GPU,)),
 )
 REPLAYED = ("qwen3_moe",)
-"""Types whose routes the learner replays (`learner/model/experts/mixture.py`)."""
+"""Types whose routes the learner replays."""
 OTHER_MIXTURE = "use another device, or a model that docs/experts.md lists"
 KEEPS_EXPERTS = "keeps the experts of an earlier policy"
 LATENT = "computes latent attention otherwise than the learner"
@@ -42,8 +40,6 @@ NO_ROUTER_BIAS = "cannot compute a router with a bias of its scores and no group
 
 
 class FailingModel(NamedTuple):
-    """A type that failed the comparison on `device`: vLLM there does what `fault` says."""
-
     kind: str
     architecture: str
     device: str
@@ -60,7 +56,7 @@ FAILING = (
 
 
 def proven(device: str, parallel: int = 1) -> list[ExpertModel]:
-    """Types that were compared on `device`, with as many workers of a server as `parallel` says."""
+    """Types compared on `device`, with `parallel` workers of a server."""
     return [model for model in PROVEN if device in model.devices and (model.split or parallel == 1)]
 
 
@@ -69,7 +65,7 @@ def failing(device: str) -> list[FailingModel]:
 
 
 def is_proven(kind: str | None, device: str, parallel: int) -> bool:
-    """Whether the type was compared on `device`, or for `auto` on every device."""
+    """Whether the type was compared on `device`; for `auto`, on each."""
     devices = (CPU, GPU) if device not in (CPU, GPU) else (device,)
     return all(kind in {model.kind for model in proven(each, parallel)} for each in devices)
 

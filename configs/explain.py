@@ -1,8 +1,4 @@
-"""The arithmetic of a run in words.
-
-`explain` never fails and reads only the model's folder. Lines that begin with `note:` say what makes the run slow or
-odd.
-"""
+"""The arithmetic of a run; `note:` lines say what makes it slow or odd."""
 
 from collections.abc import Iterator
 from math import ceil, log10
@@ -235,13 +231,13 @@ def _kept(config: Config) -> int:
 
 
 def _each(config: Config) -> int:
-    """Each checkpoint has an export at worst, or else only the last."""
+    """At worst, each checkpoint has an export."""
     critic = STATE_BYTES * keeps_critic(config)
     return checkpoint_bytes(1, config.model, bool(config.learner.export_every)) + critic
 
 
 def _last_export(config: Config) -> int:
-    """The last export may be written to a checkpoint that is complete."""
+    """The last export may be written to a complete checkpoint."""
     return checkpoint_bytes(1, config.model, True) - checkpoint_bytes(1, config.model, False)
 
 

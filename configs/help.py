@@ -14,7 +14,6 @@ from configs import schema as sections_of_config
 from configs.schema import Config
 
 NAME = "NAME"
-"""A name that the user chooses."""
 
 EXAMPLES = {
     "model.path": "Qwen/Qwen2.5-1.5B-Instruct",
@@ -33,7 +32,7 @@ RENAMED_KEYS = {"weights.deadline_s": "weights.timeout_s", "rollout.groups_in_fl
 """Old keys, accepted with a warning."""
 
 FACTORS = {"rollout.groups_in_flight": "batch.samples"}
-"""These values are to be multiplied by those of other keys."""
+"""These values are multiplied by those of other keys."""
 
 ELSEWHERE = {
     "eval_files": "data.eval",
@@ -101,15 +100,13 @@ class Key(NamedTuple):
 
 
 def _docstring(section: str, field: str) -> str:
-    """Example: `_docstring("BatchConfig", "groups")`. The field may be one of a base class."""
     classes = getattr(sections_of_config, section).__mro__
     return next(texts[field] for each in classes if field in (texts := _docstrings().get(each.__name__, {})))
 
 
 @cache
 def _docstrings() -> dict[str, dict[str, str]]:
-    """Docstrings of fields by class, from the source. Pydantic would extract them in each process that imports the
-    schema, which takes 0.04 s."""
+    """Pydantic would extract them in each process that imports the schema, in 0.04 s."""
     classes = (node for node in ast.parse(inspect.getsource(sections_of_config)).body if isinstance(node, ast.ClassDef))
     found: dict[str, dict[str, str]] = {}
     for section in classes:
@@ -122,7 +119,6 @@ def _docstrings() -> dict[str, dict[str, str]]:
 
 @cache
 def keys() -> dict[str, Key]:
-    """All keys by dotted name, in the order of the schema."""
     schema = Config.model_json_schema()
     table: dict[str, Key] = {}
     forms = schema["$defs"]
@@ -166,12 +162,11 @@ def key_of(place: Sequence[int | str]) -> str:
 
 
 def sections() -> tuple[str, ...]:
-    """Names of the sections, in the order of the schema."""
     return tuple(Config.model_fields)
 
 
 def show(value: Any) -> str:
-    """`value` as YAML on one line, cut when long."""
+    """YAML on one line, cut when long."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 80 else text[:77] + "..."
 
@@ -184,7 +179,7 @@ def suggest(wrong: str) -> str:
     here = [name.rpartition(".")[2] for name in names if name.rpartition(".")[0] == section]
     if near := difflib.get_close_matches(leaf, here, 1, 0.6):
         return f"did you mean {above}.{near[0]}?"
-    if leaf in ELSEWHERE:  # also where a section that nobody named has such a key
+    if leaf in ELSEWHERE:  # also where an unnamed section has such a key
         return f"did you mean {ELSEWHERE[leaf]}?"
     if same := [name for name in names if name.endswith(f".{leaf}") and NAME not in name]:
         return f"did you mean {' or '.join(difflib.get_close_matches(wrong, same, 1, 0.85) or same)}?"
@@ -199,7 +194,7 @@ def suggest(wrong: str) -> str:
 
 
 def overview(width: int) -> str:
-    """The names of all keys, grouped by section: what `--help` prints."""
+    """Names of keys by section, for `--help`."""
     lines = []
     for section, its_keys in groupby(keys().values(), lambda key: key.name.partition(".")[0]):
         own = ", ".join(_without_groups(key.name.partition(".")[2] for key in its_keys))
@@ -217,7 +212,7 @@ def _without_groups(names: Iterable[str]) -> Iterator[str]:
 
 
 def text(width: int, only: str = "") -> str:
-    """Raises ValueError for a section that is none."""
+    """What `--keys` prints. Raises ValueError for an unknown section."""
     if only and only not in sections():
         raise ValueError(f"{only}: no section of the run file; the sections are {', '.join(sections())}")
     lines = []
@@ -233,7 +228,7 @@ def text(width: int, only: str = "") -> str:
 
 
 def _wrap(words: str, width: int, indent: str) -> list[str]:
-    """A word is never broken, so that a search finds every key."""
+    """No word is broken, so that a search finds every key."""
     return textwrap.TextWrapper(width, indent, "      ", break_long_words=False, break_on_hyphens=False).wrap(words)
 
 

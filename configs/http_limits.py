@@ -1,4 +1,4 @@
-"""Limits and headers of the HTTP servers: the door of a rollout server and the live page of a run."""
+"""Limits and headers of the HTTP servers."""
 
 import asyncio
 import resource
@@ -10,7 +10,7 @@ from urllib.parse import urlsplit
 from aiohttp import web
 
 HEADER_S = 75.0
-"""A gateway keeps a connection idle for a shorter time."""
+"""A gateway keeps an idle connection for a shorter time."""
 BODY_S = 60.0
 MOST_FIELDS = 64
 """Each has at most 8190 bytes."""
@@ -33,13 +33,13 @@ def settings() -> dict[str, Any]:
 
 
 def most_connections(most: int) -> int:
-    """`most`, or fewer where the process may have few files open."""
+    """`most`, or fewer if the process may have few files open."""
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     return most if soft == resource.RLIM_INFINITY else max(16, min(most, int(SHARE_OF_FILES * soft)))
 
 
 class LimitedSite(web.BaseSite):
-    """A further connection than `most` is closed at once."""
+    """Closes connections beyond `most` at once."""
 
     def __init__(self, runner: web.BaseRunner, host: str, port: int, most: int) -> None:
         super().__init__(runner)
@@ -61,15 +61,13 @@ class LimitedSite(web.BaseSite):
 
 
 class Refusal(asyncio.Protocol):
-    """A connection that is closed at once."""
-
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
         transport.abort()
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """A signal for `app.on_response_prepare`: headers that keep browsers from misusing a response."""
+    """A signal for `app.on_response_prepare`."""
     for name, value in HEADERS.items():
         response.headers.setdefault(name, value)
     response.headers.setdefault("Cache-Control", "no-store")
@@ -78,8 +76,8 @@ async def add_headers(request: web.Request, response: web.StreamResponse) -> Non
 
 
 def only_for(host: str, others: Collection[str] = ()) -> Any:
-    """On loopback, refuse requests under another name than this machine's or `others`: a web site may have made its
-    name mean this machine. Everywhere, refuse requests that another site's page sends."""
+    """Refuse requests of another site's page. On loopback, also refuse names other than this machine's or `others`: a
+    site may have made its name mean this machine."""
     allowed = {other.lower() for other in others}
 
     @web.middleware
@@ -96,7 +94,7 @@ def only_for(host: str, others: Collection[str] = ()) -> Any:
 
 
 def name_of(url: str) -> str:
-    """The host of a URL, in lower case and without port and brackets; "" where there is none."""
+    """The host in lower case, without port and brackets."""
     try:
         return urlsplit(url).hostname or ""
     except ValueError:
@@ -104,7 +102,6 @@ def name_of(url: str) -> str:
 
 
 def is_loopback_host(host: str) -> bool:
-    """Whether only this machine reaches `host`."""
     name = host.strip("[]")
     try:
         return name == "localhost" or ip_address(name).is_loopback

@@ -1,4 +1,4 @@
-"""Whether the hub of models answers, found out in seconds: its client tries for half a minute to connect."""
+"""Whether the hub answers within seconds: its client tries for half a minute."""
 
 import os
 import socket
@@ -15,16 +15,16 @@ HUB = "https://huggingface.co"
 PORTS = {"http": 80, "https": 443}
 REACH_S = 3.0
 OFFLINE = "HF_HUB_OFFLINE"
-"""The hub's client reads it when it is imported, and then takes only what is on this machine."""
+"""The hub's client reads it at import, and then takes only local files."""
 SKIPPED = "HEADRACE_HUB_SKIPPED"
-"""Set beside OFFLINE here: what a user's own OFFLINE refuses is only a warning then."""
+"""Set beside OFFLINE here; a user's own OFFLINE only warns then."""
 READ = ("config.json", "tokenizer_config.json")
 
 
 def skip_hub_out_of_reach(config: Config, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set OFFLINE if a model of `config` has a hub's name and the hub cannot be connected to in REACH_S.
+    """Set OFFLINE if a model has a hub's name and the hub is out of reach.
 
-    For commands that only judge: processes that they start inherit it.
+    For commands that only judge, and their processes.
     """
     if OFFLINE in environment or all(Path(name).is_dir() for name in _models(config)):
         return
@@ -33,7 +33,7 @@ def skip_hub_out_of_reach(config: Config, environment: MutableMapping[str, str] 
 
 
 def is_skipped(name: str, environment: MutableMapping[str, str] = os.environ) -> bool:
-    """Whether the model `name` cannot be judged, because it is on the hub alone and the hub cannot be reached."""
+    """Whether the model is on the hub alone, out of reach."""
     if SKIPPED not in environment or Path(name).is_dir():
         return False
     from huggingface_hub import try_to_load_from_cache  # takes a second
@@ -47,7 +47,7 @@ def _models(config: Config) -> Iterable[str]:
 
 
 def reachable(address: str, within_s: float = REACH_S) -> bool:
-    """Whether the host of `address`, or the proxy on the way to it, accepts a connection."""
+    """Whether `address`, or the proxy before it, accepts a connection."""
     found = threading.Event()
 
     def connect() -> None:

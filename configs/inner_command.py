@@ -1,4 +1,4 @@
-"""The command line of a module that other processes of Headrace start: fixed words, no flags."""
+"""The command line of a module that other processes start: fixed words, no flags."""
 
 import sys
 from collections.abc import Sequence

@@ -1,7 +1,6 @@
-"""Tries torch and transformers in a separate process, and names environment variables with which they fail.
+"""`python -m configs.libraries`: tries torch and transformers, and names environment variables with which they fail.
 
-The process takes seconds, so it runs only if a variable that they read is set: in the checks before a start, and in a
-learner or rollout server that somebody starts by hand. It is `python -m configs.libraries`.
+It takes seconds, so it runs only if a variable that they read is set.
 """
 
 import importlib
@@ -27,13 +26,12 @@ TRIAL_S, GROUP_S = 180.0, 30
 
 
 def refuse(environment: Mapping[str, str] = os.environ) -> None:
-    """Raise ConfigError if the libraries fail. Does nothing in a launched process, whose launcher has tried them."""
+    """Raise ConfigError if the libraries fail, except in a launched process: its launcher has tried them."""
     if ABOVE not in environment and (lines := list(unusable(environment))):
         raise ConfigError(lines)
 
 
 def unusable(environment: Mapping[str, str] = os.environ) -> Iterator[str]:
-    """One line if the libraries fail with the variables in `environment`, else none."""
     if not (given := given_to_libraries(environment)):
         return
     line, env, none = command("configs.libraries"), dict(environment), subprocess.DEVNULL
@@ -49,7 +47,7 @@ def unusable(environment: Mapping[str, str] = os.environ) -> Iterator[str]:
 
 
 def use_all(modules: Sequence[str] = MODULES, environment: Mapping[str, str] = os.environ) -> None:
-    """Import the libraries, form a group of one rank. Raises ConfigError if a variable of theirs is the cause."""
+    """Import the libraries and form a group of one rank. Raises ConfigError if a variable is the cause."""
     if sys.flags.optimize > 1:
         problem = f"PYTHONOPTIMIZE: {sys.flags.optimize} (python -OO) leaves out docstrings, which transformers reads"
         raise ConfigError([f"{problem}; unset it, or set 1"])
@@ -61,7 +59,7 @@ def use_all(modules: Sequence[str] = MODULES, environment: Mapping[str, str] = o
             gloo_here()
             signal.alarm(GROUP_S)  # ends this process if C++ never returns
             distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    except Exception as error:  # a library may raise anything; without such a variable it is a broken one
+    except Exception as error:  # a library may raise anything
         if not (given := given_to_libraries(environment)):
             raise
         trace = "".join(traceback.format_exception(error))
@@ -71,13 +69,11 @@ def use_all(modules: Sequence[str] = MODULES, environment: Mapping[str, str] = o
 
 
 def in_words(names: Sequence[str], problem: str) -> str:
-    """The line that refuses variables."""
     remedy = "unset it, or correct it" if len(names) == 1 else "unset them, or correct them"
     return f"{', '.join(names)}: {problem}; {remedy}"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Use the libraries once."""
     try:
         use_all()
     except ConfigError as error:

@@ -1,6 +1,6 @@
-"""Reads the run file: YAML files and `--section.key=value` overrides become one validated Config, or a ConfigError.
+"""Reads the run file: YAML files and `--section.key=value` overrides become one Config.
 
-OmegaConf reads the files (so `1e-6` is a number) and resolves `${section.key}`, pydantic validates. Imports no torch.
+OmegaConf reads the files (so `1e-6` is a number) and resolves `${section.key}`, pydantic validates.
 """
 
 import logging
@@ -42,13 +42,13 @@ log = logging.getLogger(__name__)
 KEYS = "python -m configs --keys"
 TIMES = "times"
 """A product in the merged tree: `{"times": [32, "${batch.samples}"]}`."""
-LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # OmegaConf's choice: the two differ in what they accept
+LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # as OmegaConf chooses: the two accept different files
 
 CHECKED = "# crc32c {:08x} of the lines above; if you edit them, remove this line\n"
 
 
 class ConfigError(ValueError):
-    """The run file is wrong, for one reason a line."""
+    """One reason a line."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(dict.fromkeys(problems))  # two checks may find the same
@@ -56,7 +56,7 @@ class ConfigError(ValueError):
 
 
 class MergedTree:
-    """Files and overrides merged, and where each leaf is written (`run.yaml:12`, `--batch.groups`)."""
+    """Files and overrides, and where each leaf is written (`run.yaml:12`)."""
 
     def __init__(self) -> None:
         self.tree: dict[str, Any] = {}
@@ -73,7 +73,7 @@ class MergedTree:
         return f" ({place})" if place else ""
 
     def rename(self, renamed: Mapping[str, str]) -> None:
-        """Raises ConfigError where both keys are written."""
+        """Raise ConfigError where both keys are written."""
         for old, new in renamed.items():
             (section, leaf), (new_section, new_leaf) = old.split("."), new.split(".")
             below = self.tree.get(section)
@@ -99,7 +99,7 @@ def load(
     lenient: bool = False,
     warn: Callable[[str], object] | None = None,
 ) -> Config:
-    """The config of `[RUN.yaml, MORE.yaml, "--batch.groups=16", ...]`. Raises ConfigError with every problem found.
+    """Return the config of `["RUN.yaml", "--batch.groups=16", ...]`. Raises ConfigError with every problem found.
 
     `lenient`: variables of credentials may be missing. `warn` gets a line about a file that does not fit its checksum;
     None refuses it.
@@ -122,14 +122,13 @@ def load(
 
 
 def parse(text: str) -> Config:
-    """The config that another process gave as `dump`."""
     merged = MergedTree()
     merged.add(_parse(text, "the run file"), lambda key: "")
     return _validate(merged, os.environ, False)
 
 
 def dump(config: Config) -> str:
-    """The text of `config.yaml`: values from environment variables stand in it as `${oc.env:KEY}`."""
+    """Text of `config.yaml`, with `${oc.env:KEY}` for values from variables."""
     return OmegaConf.to_yaml(OmegaConf.create(written(config, _literal)))
 
 
@@ -161,13 +160,11 @@ def read(
 
 
 def text_width() -> int:
-    """Columns of a text for the terminal."""
     return min(max(shutil.get_terminal_size().columns, 40), 120)
 
 
 def write(config: Config, path: Path) -> None:
-    """Write YAML, atomically, that `load` reads back to an equal Config. Only the user can read a file with
-    credentials."""
+    """Write YAML, atomically, that `load` reads back."""
     run_folder(path.parent)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with open(draft, "w", encoding="utf-8", opener=open_private) as file:

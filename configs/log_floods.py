@@ -1,4 +1,4 @@
-"""Summarises floods in a process's log, so that peers or users' code cannot fill the disk."""
+"""Summarises floods in a log: peers or users' code must not fill the disk."""
 
 import logging
 import time
@@ -11,7 +11,7 @@ MOST_CHARACTERS = 16_000
 
 
 class FloodFilter(logging.Filter):
-    """Lets a number of lines of a format pass in each window, and counts the others."""
+    """Counts what exceeds a number of lines of a format in each window."""
 
     def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
         super().__init__()

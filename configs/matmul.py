@@ -1,7 +1,4 @@
-"""What `learner.matmul: fp8` must satisfy by the run file and config.json, and what it costs.
-
-`actors/doctor/fp8_gpus.py` asks the driver, `learner/model/float8.py` asks torch and the built model.
-"""
+"""What `learner.matmul: fp8` must satisfy, and what it costs."""
 
 from collections.abc import Iterator
 
@@ -11,12 +8,11 @@ from configs.schema import Config
 
 KEY = "learner.matmul: fp8"
 LEAST = (8, 9)
-"""Compute capability: Ada, Hopper and later."""
+"""Compute capability of Ada; Hopper has more."""
 REMEDY = "set learner.matmul: bfloat16"
 
 
 def contradictions(config: Config) -> Iterator[str]:
-    """Yield why linear layers cannot multiply in FP8, or why nobody has shown that they do so right."""
     if config.learner.matmul != "fp8":
         return
     learner, model, facts = config.learner, config.model, facts_of(config.model)
@@ -43,7 +39,6 @@ def contradictions(config: Config) -> Iterator[str]:
 
 
 def lines(config: Config) -> Iterator[str]:
-    """Yield what `explain` prints of `learner.matmul`; nothing with bfloat16."""
     if config.learner.matmul == "fp8":
         stays = "head, embeddings, norms, attention, and layers with a size that 16 does not divide"
         yield f"matmul: the blocks' linear layers multiply in FP8, forward and both gradients; in bfloat16 stay {stays}"

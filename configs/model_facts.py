@@ -1,4 +1,4 @@
-"""Facts of a model read from its folder without loading it. Nothing is known of a model given by its hub name."""
+"""Facts of a model's folder. Nothing is known of a hub name."""
 
 import json
 import re
@@ -30,12 +30,11 @@ TEXT_PARTS = re.compile(
 )
 """Names of the text model's weights in multimodal models."""
 UNREAD = "mtp."
-"""transformers leaves out these weights of Qwen3.5, which predict further tokens."""
+"""transformers leaves out these weights of Qwen3.5."""
 LINEAR = re.compile(r"\.layers\.\d+\.(?!.*\.experts\.|mlp\.gate\.)(?:.*\.)?(\w+)\.weight$")
-"""A block's weight and the last word of its layer's name, without routers and experts."""
+"""A block's weight, without routers and experts, and the last word of its layer's name."""
 BYTES = {"bfloat16": 2, "float32": 4}
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
-"""transformers writes Qwen3-MoE's under the third key."""
 SPARE_BYTES = 64 << 20
 
 
@@ -47,22 +46,21 @@ class ModelFacts:
     heads: int | None = None
     positions: int | None = None
     tower: int | None = None
-    """Parameters of the vision tower."""
+    """Parameters."""
     linear: Mapping[str, int] = field(default_factory=dict)
-    """Rows and columns of the text blocks' linear layers, by the last word of their names."""
+    """Rows plus columns of the text blocks' linear layers, by the last word of their names."""
     kind: str | None = None
     experts: int = 0
     route_bytes: int = 0
     """The experts chosen for one token (`Sample.routes`)."""
     kv_heads: int | None = None
     kv_numbers: int | None = None
-    """Keys and values of one token in all layers; None if not every layer attends to the whole sequence."""
+    """Keys and values of one token; None if not every layer attends to the whole sequence."""
     unsupported: tuple[str, ...] = ()
-    """Why the learner would not train it exactly."""
     head_size: int | None = None
     vocabulary: int | None = None
     routed: tuple[int, int] | None = None
-    """Layers with experts, and the experts that a token takes in each."""
+    """Layers with experts, and the experts of a token in each."""
     image_token: int | None = None
     """None for a model whose images are not trained."""
     idle: int = 0
@@ -71,7 +69,7 @@ class ModelFacts:
     delta_rule: bool = False
     text_alone: bool = False
     mutual: bool = False
-    """Images are trained whose tokens see each other, later ones too."""
+    """Tokens of an image see each other, later ones too."""
 
     def adapter_parameters(self, model: ModelConfig) -> int | None:
         assert model.lora is not None
@@ -82,20 +80,18 @@ class ModelFacts:
         return self.adapter_parameters(model) if model.lora else self.parameters
 
     def sent_bytes(self, model: ModelConfig) -> int:
-        """The servers' copies on all ranks together: two of trained weights, one of frozen weights. With an adapter
-        only the adapter is sent."""
+        """Copies for servers on all ranks: two of trained weights, one of frozen ones; with an adapter, of it alone."""
         frozen = self.idle + ((self.tower or 0) if "vision" in model.freeze else 0)
         saved = self.saved_parameters(model) or 0
         return BYTES[model.dtype] * (2 * saved - frozen * (not model.lora))
 
     def state_bytes(self, model: ModelConfig) -> int:
-        """Weight, gradient and two moments in float32 of what is trained; the rest is in `model.dtype`, or in float32
-        without an adapter."""
+        """Weight, gradient and two moments in float32 where trained; elsewhere the weight alone."""
         frozen = (self.parameters or 0) * BYTES[model.dtype] if model.lora else -12 * self.idle
         return 16 * (self.saved_parameters(model) or 0) + frozen
 
     def optimizer_bytes(self, model: ModelConfig) -> int:
-        """Weight and two moments in float32, in host memory."""
+        """Weight and two moments in float32."""
         return 12 * ((self.saved_parameters(model) or 0) - self.idle)
 
 
@@ -152,7 +148,7 @@ def model_facts(path: str, text_alone: bool = False) -> ModelFacts:
 
 
 def facts_of(model: ModelConfig) -> ModelFacts:
-    """Facts of the model as it is trained, with images or on text alone."""
+    """The model as it is trained, with images or on text alone."""
     return model_facts(model.path, model.text_alone)
 
 
@@ -182,14 +178,13 @@ def num_experts(config: Mapping[str, Any]) -> int:
 
 
 def expert_layers(config: Mapping[str, Any]) -> list[int]:
-    """Indices of the layers with experts, of a text config in the words of Qwen's."""
+    """Layers with experts, of a text config in Qwen's words."""
     dense, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
     layers = range(config.get("num_hidden_layers") or 0)
     return [layer for layer in layers if layer not in dense and (layer + 1) % step == 0]
 
 
 def checkpoint_bytes(parameters: int, model: ModelConfig, exported: bool) -> int:
-    """Weight and two moments in float32, and the export in `model.dtype`; each checkpoint of an adapter has one, in
-    float32."""
+    """Weight and two moments in float32, and the export; each checkpoint of an adapter has one, in float32."""
     export = 4 if model.lora else exported * BYTES[model.dtype]
     return parameters * (12 + export)

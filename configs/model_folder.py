@@ -1,4 +1,4 @@
-"""Finds what a model's folder lacks before anything reads its weights."""
+"""Finds what a model's folder lacks."""
 
 import json
 import os
@@ -10,7 +10,7 @@ WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
 OTHER_FORMS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
 POINTER = b"version https://git-lfs"
-"""Git LFS leaves such a file in place of a large one."""
+"""Git LFS leaves it in place of a large file."""
 MOST_HEADER = 100_000_000
 AGAIN = "download the model again"
 
@@ -20,8 +20,6 @@ class FolderError(ValueError):
 
 
 class Header(NamedTuple):
-    """What a safetensors file says of itself."""
-
     shapes: dict[str, list[int]]
     num_bytes: int
 

@@ -1,4 +1,4 @@
-"""What `learner.cpu_offload` must satisfy by the run file and config.json."""
+"""What `learner.cpu_offload` must satisfy."""
 
 from collections.abc import Iterator
 
@@ -6,7 +6,6 @@ from configs.schema import Config
 
 
 def contradictions(config: Config) -> Iterator[str]:
-    """Yield why the learner cannot offload as the run file says."""
     if config.learner.cpu_offload == "optimizer" and config.model.lora is not None:
         why = "the weights of an adapter are few, and so are their moments"
         yield f"learner.cpu_offload: optimizer with model.lora: {why}; set it to false"

@@ -1,7 +1,7 @@
-"""Which values of a run came from environment variables, and how they and credentials are kept out of what is written.
+"""Keeps credentials and values from environment variables out of what a run writes.
 
-Each process resolves `${oc.env:KEY}` at its start, so a rotated key needs no change of the run. A credential in plain
-text is recognised by its key, stands in `config.yaml` only, and is MASK elsewhere.
+Each process resolves `${oc.env:KEY}` at its start, so a rotated key needs no change. A credential in plain text is
+recognised by its key, stands in `config.yaml` only, and is MASK elsewhere.
 """
 
 import hashlib
@@ -25,10 +25,9 @@ CREDENTIAL = re.compile(
     r"(^|_)(api_?keys?|(access|secret|private|signing|encryption)_?key|secret|passw(or)?d|passphrase|credentials?|"
     r"authorization|bearer|(hf|hub|auth|access|refresh|bearer|api|github|wandb|session)_?token)$|^token$"
 )
-"""Names are in small letters with underscores."""
 SHORTEST, SHORTEST_GUESSED = 6, 16
-"""Fewest characters of a replaced value: from a variable, and by its key's name. A shorter value would hide parts of
-other words."""
+"""Characters of a replaced value: from a variable, and by its key's name. A shorter one would hide parts of other
+words."""
 DIGEST = re.compile(r" sha256:([0-9a-f]{16})$")
 LISTED = ("rollout.agent.command",)
 _RESOLVING: ContextVar["Resolving | None"] = ContextVar("resolving", default=None)
@@ -43,8 +42,6 @@ class Origin(NamedTuple):
 
 
 class Resolving:
-    """One value that is being resolved: from which variables, `seen`, and which of them were `missing`."""
-
     def __init__(self, environment: Mapping[str, str], lenient: bool) -> None:
         self.environment, self.lenient = environment, lenient
         self.seen: list[str] = []
@@ -52,7 +49,7 @@ class Resolving:
 
 
 class MissingVariable(Exception):
-    """The arguments are key and variable."""
+    """Arguments: key and variable."""
 
 
 def _variable(name: str, *default: Any) -> Any:
@@ -74,8 +71,7 @@ OmegaConf.register_resolver("oc.env", _variable, replace=True, annotation_valida
 def resolved(
     tree: Mapping[str, Any], environment: Mapping[str, str], lenient: bool = False
 ) -> tuple[Any, dict[Place, Origin]]:
-    """The `tree` with interpolations replaced, and the origins of values. `lenient`: MASK a credential whose variable
-    is missing."""
+    """Replace interpolations. `lenient`: MASK a credential whose variable is missing."""
     whole = OmegaConf.create(deepcopy(dict(tree)))
     token = _RESOLVING.set(Resolving(environment, lenient))
     try:
@@ -98,7 +94,7 @@ def resolved(
 
 
 def traced(config: Config, origins: Mapping[Place, Origin], environment: Mapping[str, str]) -> Config:
-    """From now on `visible` shows none of the credentials."""
+    """Keep `origins`, and have `visible` hide the credentials."""
     tree = config.model_dump(mode="json") if origins else {}
     config._origins.update(
         {place: each._replace(value=at(tree, place)) for place, each in origins.items() if has(tree, place)}
@@ -120,7 +116,7 @@ def _named_variables(config: Config) -> Iterator[str]:
 
 
 def variables(config: Config) -> list[str]:
-    """Environment variables that the run file names, which every process needs."""
+    """Environment variables that the run file names."""
     named = (name for origin in config._origins.values() for name in origin.variables)
     return list(dict.fromkeys([*named, *_named_variables(config)]))
 
@@ -142,7 +138,7 @@ def disclosed(config: Config) -> dict[str, Any]:
 
 
 def shared(config: Config) -> str:
-    """The config as JSON for another machine, which has no credentials to make a run of it."""
+    """The config as JSON for another machine, without credentials."""
     tree = masked(config.model_dump(mode="json"))
     for place, _ in _kept(config):
         if may_hold_credentials(place):
@@ -152,8 +148,8 @@ def shared(config: Config) -> str:
 
 
 def recorded(config: Config, exclude_defaults: bool = False) -> dict[str, Any]:
-    """All keys for ledger and fingerprint. A value from a variable that can be no credential has a digest behind it, so
-    that another value is a change."""
+    """All keys for ledger and fingerprint. Another value of a variable that is no credential is a change, by its
+    digest."""
     plain = config.model_dump(mode="json", exclude_defaults=exclude_defaults)
     tree: dict[str, Any] = masked(plain)
     for place, origin in _kept(config):
@@ -164,8 +160,8 @@ def recorded(config: Config, exclude_defaults: bool = False) -> dict[str, Any]:
 
 
 def comparable(key: str, known: Any, now: Any, config: Config) -> tuple[Any, Any]:
-    """Make both values equal if no setting has changed: older releases recorded the values themselves, and credentials
-    may be rotated."""
+    """Make both values equal if no setting has changed: earlier releases recorded the values themselves, and
+    credentials may be rotated."""
     known = masked({key.rpartition(".")[2]: known})[key.rpartition(".")[2]]
     below = tuple(key.split("."))
     for place, origin in _kept(config):
@@ -195,12 +191,10 @@ def may_hold_credentials(place: Place) -> bool:
 
 
 def is_credential(name: Any) -> bool:
-    """Whether a key or variable of this name holds a credential."""
     return isinstance(name, str) and bool(CREDENTIAL.search(name.strip("-").lower().replace("-", "_")))
 
 
 def credentials(config: Config) -> Iterator[tuple[Place, str]]:
-    """Credentials in plain text, by their names."""
     tree, masks = config.model_dump(mode="json"), disclosed(config)
     for place, value in leaves(tree):
         if value != (shown := at(masks, place) if has(masks, place) else value) and MASK in str(shown):
@@ -229,12 +223,10 @@ def masked(tree: Any) -> Any:
 
 
 def digest(value: Any) -> str:
-    """16 hex digits over a JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def leaves(tree: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
-    """Everything in `tree` that is no map and no list, with its place."""
     if isinstance(tree, dict | list) and tree:
         for key, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
             yield from leaves(value, (*place, key))
@@ -243,12 +235,10 @@ def leaves(tree: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
 
 
 def texts(value: Any) -> Iterator[str]:
-    """The texts in a value."""
     return (leaf for _, leaf in leaves(value) if isinstance(leaf, str))
 
 
 def mapped(tree: Any, change: Callable[[str], str]) -> Any:
-    """The tree with `change` of each text, names apart."""
     if isinstance(tree, dict):
         return {key: mapped(value, change) for key, value in tree.items()}
     if isinstance(tree, list):
@@ -257,7 +247,6 @@ def mapped(tree: Any, change: Callable[[str], str]) -> Any:
 
 
 def has(tree: Any, place: Sequence[int | str]) -> bool:
-    """Whether there is something at `place`."""
     for part in place:
         inside = part in tree if isinstance(tree, dict) else isinstance(tree, list) and part in range(len(tree))
         if not inside:
@@ -267,14 +256,13 @@ def has(tree: Any, place: Sequence[int | str]) -> bool:
 
 
 def at(tree: Any, place: Sequence[int | str]) -> Any:
-    """The value at `place` in a tree of maps and lists."""
     for part in place:
         tree = tree[part]
     return tree
 
 
 def put(tree: Any, place: Place, value: Any, only: bool = False) -> Any:
-    """Put `value` at `place` of `tree`; `only`: if there is something."""
+    """`only`: if there is something."""
     if not only or has(tree, place):
         at(tree, place[:-1])[place[-1]] = value
     return tree

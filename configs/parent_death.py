@@ -1,6 +1,6 @@
-"""prctl(2): has the kernel end a process with its parent, or hand it the orphans below it. Only on Linux.
+"""prctl(2): has the kernel end a process with its parent, or hand it orphans. Only on Linux.
 
-The C library is looked up at import, because a forked process must not wait for the loader's lock.
+The C library is looked up at import: a forked process must not wait for the loader's lock.
 """
 
 import ctypes
@@ -13,12 +13,12 @@ LIBC = ctypes.CDLL(None, use_errno=True) if sys.platform == "linux" else None
 
 
 def end_with_parent(number: int = signal.SIGKILL) -> None:
-    """The caller compares its parent's id afterwards: a parent that ended before is not noticed."""
+    """The caller compares its parent's id afterwards: the parent may have ended before."""
     _prctl(PR_SET_PDEATHSIG, number)
 
 
 def adopt_orphans() -> None:
-    """Become the parent of each process below this one that loses its own."""
+    """Become the parent of processes below this one that lose theirs."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
 
 

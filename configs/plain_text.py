@@ -1,8 +1,5 @@
-"""Makes text of users, policies and peers safe to show in a terminal, a log or a page.
-
-Text may hold any character until it passes through `visible`, just before it leaves the process (a test refuses
-`print`).
-"""
+"""Makes text of users, policies and peers safe to show in a terminal, a log or a page, just before it leaves the
+process."""
 
 import json
 import logging
@@ -17,11 +14,11 @@ from urllib.parse import quote
 from configs.own_packages import named_as_called
 
 UNSEEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters, except tab and line feed; escape sequences begin with one
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters, except tab and line feed
     "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # change the direction of nearby text
     "\u2028\u2029\ufeff\ufff9-\ufffb\U000e0000-\U000e007f\U000e0100-\U000e01ef"  # line breaks, invisible marks, tags
     "\u00ad\u034f\u115f\u1160\u17b4\u17b5\u180e\u200b\u2060-\u2065\u206a-\u206f\u3164\uffa0"  # nothing to see, no join
-    "\ud800-\udfff]"  # lone surrogates, which no encoding can hold
+    "\ud800-\udfff]"  # lone surrogates
 )
 COLOUR = re.compile("\x1b\\[[0-9;:]*m")
 FURTHER = re.compile("\n(?!Traceback [(]most recent call last[)]:\n)")
@@ -49,12 +46,12 @@ def conceal(table: Mapping[str, str]) -> None:
 
 
 def concealed() -> dict[str, str]:
-    """What `conceal` was given, without the forms that it made: for another process, or for this one again."""
+    """The table of `conceal`, for another process."""
     return dict(_GIVEN)
 
 
 def without_credentials(text: str) -> str:
-    """Return `text` without the texts that `conceal` was given, and without user and password in URLs."""
+    """Remove what `conceal` was given, and users and passwords in URLs."""
     for secrets in _SECRETS:
         text = secrets.sub(lambda found: _CONCEALED[found[0]], text)
     return USER_OF_URL.sub("***", text) if "://" in text else text
@@ -70,12 +67,12 @@ def visible(text: str, most: int = MOST_CHARS) -> str:
 
 
 def visible_line(text: str, most: int = MOST_CHARS) -> str:
-    """For a text that must not begin another line."""
+    """Write line feeds as numbers too."""
     return visible(text, most).replace("\n", "\\u000a")
 
 
 def visible_lines(text: str) -> str:
-    """None of several lines may look like another message."""
+    """Indent further lines, so that none looks like another message."""
     first, *others = visible(text).splitlines() or [""]
     return "\n".join([first, *(f"  {line.strip()}" for line in others)])
 
@@ -83,7 +80,7 @@ def visible_lines(text: str) -> str:
 def print_visible(
     text: object = "", stream: TextIO | None = None, end: str = "\n", most: int = MOST_PRINTED, ends: bool = False
 ) -> None:
-    """`ends`: the command ends with its reader; raise BrokenPipeError then."""
+    """`ends`: raise BrokenPipeError if the reader has left."""
     stream = sys.stdout if stream is None else stream
     try:
         print(visible(str(text), most), end=end, file=stream)
@@ -98,7 +95,7 @@ def print_visible(
 def output(reported: bool = True) -> IO[str]:
     """Stdout for rich, whose prints raise where the disk is full or the terminal is gone.
 
-    The command goes on, and its end reports the loss if `reported`. A reader that has left raises BrokenPipeError.
+    The command's end reports the loss if `reported`. A reader that has left raises BrokenPipeError.
     """
     return cast(IO[str], _Output(reported))
 
@@ -135,12 +132,11 @@ def lost_output() -> OSError | None:
 
 
 def colourless(text: str) -> str:
-    """Remove the escape sequences of colours from `text`."""
     return COLOUR.sub("", text)
 
 
 def folded(text: str, most: int) -> str:
-    """Shorten `text` to `most` characters: a note replaces its middle."""
+    """Replace the middle by a note where `text` is longer."""
     if len(text) <= most:
         return text
     said = f" [... {len(text) - most:,} or more characters left out ...] "
@@ -149,7 +145,6 @@ def folded(text: str, most: int) -> str:
 
 
 def all_visible(data: Any, most: int = MOST_CHARS) -> Any:
-    """Make each text of a JSON value visible, its keys included."""
     if isinstance(data, str):
         return visible(data, most)
     if isinstance(data, dict):
@@ -164,7 +159,7 @@ def figure(value: float, form: str) -> str:
 
 
 class PlainFormatter(logging.Formatter):
-    """Further lines of a record are indented, so that none can look like a record of its own."""
+    """Indents further lines, so that none looks like another record."""
 
     def format(self, record: logging.LogRecord) -> str:
         return visible(FURTHER.sub("\n  ", super().format(record).rstrip("\n")), MOST_LOGGED)

@@ -1,4 +1,4 @@
-"""Which of the learner's ranks publish what, and the memory of their copies for the servers."""
+"""Which ranks publish what, and the memory of their copies."""
 
 from collections.abc import Iterator
 
@@ -9,7 +9,7 @@ COPIES_SHARE = 0.9
 """The rest of a GPU is for CUDA and NCCL."""
 
 GROUP_BYTES = 700 << 20
-"""NCCL takes this on a server's worker for each further rank that sends. Others have seen 544 to 688 MB."""
+"""NCCL takes 544 to 688 MB on a server's worker for each further rank that sends."""
 
 
 def shards_of(config: Config) -> int:
@@ -20,8 +20,8 @@ def shards_of(config: Config) -> int:
 def publishes_rows(config: Config, shards: int) -> bool:
     """Whether each rank sends its own rows; else rank 0 sends everything.
 
-    `auto` takes rows if rank 0 then saves more bytes than a server's worker needs for the groups of further ranks.
-    Files may hold weights in another form, which cannot be sent by rows.
+    `auto` takes rows if rank 0 then saves more bytes than a server's worker needs. Files may hold weights in another
+    form, which cannot be sent by rows.
     """
     if not _may_publish_rows(config, shards):
         return False
@@ -44,7 +44,7 @@ def _may_publish_rows(config: Config, shards: int) -> bool:
 
 
 def choice(config: Config, shards: int) -> str:
-    """What `weights.publish: auto` takes, and why, for a learner with servers; empty if it is not `auto`."""
+    """What `weights.publish: auto` takes, and why; "" if it is not `auto`."""
     if config.weights.publish != "auto":
         return ""
     if publishes_rows(config, shards):
@@ -56,7 +56,7 @@ def choice(config: Config, shards: int) -> str:
 
 
 def _rank_0_alone(config: Config, shards: int) -> str:
-    """Why no other rank could send; empty if they can."""
+    """Why no other rank could send."""
     weights, learner = config.weights, config.learner
     if weights.transport != "broadcast":
         return f"weights.transport is {weights.transport}, which rank 0 writes"
@@ -66,7 +66,7 @@ def _rank_0_alone(config: Config, shards: int) -> str:
 
 
 def copies_over(config: Config, shards: int, rank: int) -> int:
-    """Over how many ranks the two copies are spread of which `rank` holds a share; 0: it holds none."""
+    """How many ranks share the copies; 0: `rank` holds no part."""
     if config.sft.rows is not None:
         return 0
     if publishes_rows(config, shards):
@@ -75,7 +75,7 @@ def copies_over(config: Config, shards: int, rank: int) -> int:
 
 
 def copies(config: Config) -> tuple[int, str]:
-    """Bytes of the copies on a rank that holds some, and which."""
+    """Bytes of the copies on a rank that holds some, and which rank."""
     sent, shards = facts_of(config.model).sent_bytes(config.model), shards_of(config)
     if publishes_rows(config, shards):
         return -(-sent // shards), f"each of {shards} learner ranks"
@@ -97,13 +97,11 @@ def unpublishable(config: Config, gpu_bytes: int | None) -> Iterator[str]:
 
 
 def held(config: Config) -> str:
-    """What a rank holds for the servers."""
     rows = publishes_rows(config, shards_of(config))
     return "two copies of its rows of trained weights" if rows else "two copies of trained weights"
 
 
 def remedy(config: Config, shards: int) -> str:
-    """What makes the copies smaller, or room for them."""
     smaller = "train an adapter (model.lora), take a smaller model, or GPUs with more memory"
     if publishes_rows(config, shards):
         return f"raise learner.ranks or learner.shard, {smaller}"
@@ -114,12 +112,10 @@ def remedy(config: Config, shards: int) -> str:
 
 
 def is_loopback(host: str) -> bool:
-    """No name is looked up."""
     return host in ("localhost", "[::1]", "::1") or host.startswith("127.")
 
 
 def contradictions(config: Config) -> Iterator[str]:
-    """What of `weights.publish` cannot be."""
     why = _rank_0_alone(config, shards_of(config))
     if config.weights.publish == "rows" and why:
         yield f"weights.publish: rows, but {why}; change that, or leave weights.publish out"

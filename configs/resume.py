@@ -1,7 +1,4 @@
-"""Which keys of the run file may differ when a run is started again.
-
-The other keys make the fingerprint that all processes of a run must share.
-"""
+"""Which keys may differ when a run is started again. The others make its fingerprint."""
 
 import hashlib
 import json
@@ -39,7 +36,7 @@ CHANGEABLE = (
     *("buffer.address", "buffer.fsync", "buffer.keep", "buffer.max_*"),
     *("weights.*", "eval.*", "log.*", "cluster.*"),
 )
-"""None of these keys decides which problem is dispatched next, or what a stored sample means."""
+"""None of these decides which problem comes next, or what a stored sample means."""
 
 FORK = " and --fork-from"
 
@@ -47,7 +44,7 @@ Settings = dict[str, Any]
 
 
 class Change(NamedTuple):
-    """A key whose value differs from that of the launch before, as `run.versions: 100 -> 200`."""
+    """`run.versions: 100 -> 200`"""
 
     key: str
     old: Any
@@ -58,7 +55,7 @@ class Change(NamedTuple):
 
 
 def fingerprint(config: Config) -> str:
-    """16 hex digits over the fixed keys.
+    """Return 16 hex digits over the fixed keys.
 
     Defaults do not count, so that a release that adds a key goes on with earlier runs.
     """
@@ -73,13 +70,11 @@ def settings(config: Config) -> Settings:
 
 
 def is_changeable(key: str) -> bool:
-    """Whether the value may differ from that of the launch before."""
     return any(fnmatch(key, pattern) for pattern in CHANGEABLE)
 
 
 def changes(before: Settings | None, config: Config) -> list[Change]:
-    """Raises ConfigError if a fixed key differs. A key that the release of `before` did not have counts as one with its
-    default."""
+    """Raise ConfigError if a fixed key differs. A key that an earlier release lacked counts as its default."""
     if before is None:
         return []
     renamed = {
@@ -94,7 +89,7 @@ def changes(before: Settings | None, config: Config) -> list[Change]:
         "data.demonstrations": DemonstrationsConfig,
     }
     for key, form in forms.items():
-        if given := known[key]:  # the store has it as it was written
+        if given := known[key]:  # as it was written
             known[key] = form.model_validate(given).model_dump(mode="json")
     both = {key: comparable(key, known.get(key), value, config) for key, value in settings(config).items()}
     found = [Change(key, old, new) for key, (old, new) in both.items() if old != new]
@@ -106,7 +101,7 @@ def changes(before: Settings | None, config: Config) -> list[Change]:
 
 
 def written(run: Path) -> Settings | None:
-    """The settings in the `config.yaml` of a run's folder, None without one."""
+    """Settings in a run's `config.yaml`, if any."""
     file = run / "config.yaml"
     return settings(load([str(file)], lenient=True)) if file.exists() else None
 

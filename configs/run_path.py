@@ -1,6 +1,6 @@
 """`python -m configs.run_path RUN.yaml [MORE.yaml ...] [--section.key=value ...]`: prints where a run's folder is.
 
-The answer is JSON, `{"folder": "runs", "path": "runs/my"}`, for `headrace`, which imports nothing of this package.
+As JSON, `{"folder": "runs", "path": "runs/my"}`, for `headrace`.
 """
 
 import json
@@ -13,7 +13,6 @@ from configs.plain_text import print_visible
 
 
 def main(argv: Sequence[str]) -> int:
-    """Exit code."""
     run = read(argv, "headrace.launch").run
     print_visible(json.dumps({"folder": str(run.folder), "path": str(run.path)}))
     return DONE

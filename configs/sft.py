@@ -1,6 +1,6 @@
-"""What a run file of supervised fine-tuning must satisfy beyond the shared rules.
+"""What a run file of supervised fine-tuning must satisfy.
 
-Sections that only reinforcement learning reads must be absent: whoever writes a key there expects an effect.
+Keys of reinforcement learning are refused: whoever writes one expects an effect.
 """
 
 from collections.abc import Iterator, Mapping
@@ -11,7 +11,7 @@ from configs.model_facts import facts_of
 from configs.schema import NO_REWARD, Config
 
 LOCK = "sft.lock"
-"""The training process holds this file in the run's folder."""
+"""The training process holds this file."""
 WITHOUT = ("reward", "teacher", "sampling", "batch", "algorithm", "rollout", "weights", "buffer", "cluster")
 READ_HERE = ("rollout.chat.template_kwargs", "rollout.chat.thinking")
 UNREAD = (
@@ -31,7 +31,7 @@ LONGEST = 32768
 
 
 def rules(config: Config, rows: int | None = None) -> Iterator[str]:
-    """Yield what is wrong; `rows` of data.train, where known."""
+    """`rows` of data.train, if known."""
     batch, ranks = config.sft.rows, config.learner.ranks
     if batch is None:
         yield "sft.rows: null; set it to the rows of a batch, e.g. sft.rows: 32, and let data.train name demonstrations"
@@ -51,7 +51,6 @@ def rules(config: Config, rows: int | None = None) -> Iterator[str]:
 
 
 def beside(config: Config) -> Iterator[str]:
-    """Yield what is wrong with `data.demonstrations` in a run of reinforcement learning."""
     given, facts, path = config.data.demonstrations, facts_of(config.model), config.model.path
     if given is None:
         return

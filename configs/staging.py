@@ -1,7 +1,4 @@
-"""What a worker of a server needs beside vLLM for its next version.
-
-The workers measure the same at a learner's plan (`learner/weights/receiver/staging.py`).
-"""
+"""What a server's worker needs beside vLLM for its next version."""
 
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -11,12 +8,12 @@ from configs.publishing import GROUP_BYTES, publishes_rows, shards_of
 from configs.schema import Config
 
 LARGER = 4
-"""With several ranks that send, buckets are at most so many times larger: each message costs operations of a thread
-that waits for the GIL, each bucket memory of a server."""
+"""With several ranks that send, buckets grow at most so many times: each message costs operations of a thread that
+waits for the GIL, each bucket memory."""
 
 
 class Room(NamedTuple):
-    """Bytes for a copy of all weights, for one of what a worker loads, and for buckets that are loaded one by one."""
+    """Bytes for all weights, for what a worker loads, and for buckets loaded one by one."""
 
     full: int
     slices: int
@@ -42,7 +39,6 @@ def room(config: Config) -> Room | None:
 
 
 def contradictions(config: Config) -> Iterator[str]:
-    """What of `weights.staging` cannot be."""
     if config.weights.staging != "slices":
         return
     quantized = config.rollout.engine.get("quantization")
@@ -58,7 +54,6 @@ def contradictions(config: Config) -> Iterator[str]:
 
 
 def lines(config: Config) -> Iterator[str]:
-    """What a worker of a server needs beside vLLM for the next version, in a line for people."""
     needs, wanted = room(config), config.weights.staging
     if needs is None or config.rollout.device == "cpu":
         return

@@ -1,7 +1,4 @@
-"""What a run file must satisfy about teachers, and about a run without a reward.
-
-Whether a teacher has the policy's vocabulary takes two tokenizers (`rollout/teachers/vocabulary.py`).
-"""
+"""What a run file must satisfy about teachers, or without a reward."""
 
 from collections.abc import Iterator
 
@@ -16,7 +13,7 @@ SET_REWARD = "set reward.function"
 
 
 def rules(config: Config, longest: int) -> Iterator[str]:
-    """Yield what is wrong; `longest`: tokens of the longest sample."""
+    """`longest`: tokens of the longest sample."""
     if config.reward.function == NO_REWARD:
         yield from _without_reward(config)
     teacher = config.teacher
@@ -33,7 +30,7 @@ def rules(config: Config, longest: int) -> Iterator[str]:
 
 
 def key_of(teacher: TeacherConfig, source: str) -> str:
-    """The key of the run file below which the teacher of a `data_source` stands."""
+    """The key below which the teacher of `data_source` stands."""
     for number, each in enumerate(teacher.by_source):
         if each.data_source == source:
             return f"teacher.by_source.{number}"
@@ -41,7 +38,6 @@ def key_of(teacher: TeacherConfig, source: str) -> str:
 
 
 def tokenizer_of(teacher: TeacherModel) -> str | None:
-    """Folder or hub name of a teacher's tokenizer."""
     return teacher.tokenizer or teacher.model
 
 

@@ -1,7 +1,7 @@
 """Imports a user's file as Python would: `load_function(key, "path/to/file.py:function")`.
 
-Child processes can import the module by its name too. It is the file's own name unless another module has that
-(`json.py`, a second `score.py`). Then it is PREFIX and the quoted path.
+Child processes can import the module by its own name too, or by PREFIX and the quoted path if another module has that
+name (`json.py`).
 """
 
 import builtins
@@ -27,19 +27,18 @@ __path__: list[str] = []  # makes Python look for modules "within" this one, by 
 
 
 def is_async(function: Any) -> bool:
-    """Whether a function is `async`, also in a `functools.partial`."""
     return is_of_kind(function, inspect.iscoroutinefunction)
 
 
 def is_of_kind(function: Any, kind: Callable[[Any], bool]) -> bool:
-    """Whether `kind` holds of a function, of what a `functools.partial` calls, or of an object's `__call__`."""
+    """Whether `kind` holds of a function, of what a `partial` calls, or of a `__call__`."""
     while isinstance(function, partial):
         function = function.func
     return any(map(kind, (function, type(function).__call__)))
 
 
 def load_function(key: str, name: str) -> Callable[..., Any]:
-    """Raises ValueError with one line."""
+    """Import a function. Raises ValueError with one line."""
     path, _, attribute = name.rpartition(":")
     try:
         module = module_of(path)
@@ -52,8 +51,7 @@ def load_function(key: str, name: str) -> Callable[..., Any]:
 
 
 def module_of(file: str) -> ModuleType:
-    """The file's folder comes first in `sys.path`, the current folder last. A file in a package may use relative
-    imports."""
+    """The file's folder comes first in `sys.path`, the current folder last."""
     path = Path(os.path.abspath(file))
     top, inner = package_of(path)
     name = ".".join([top.stem, *inner])
@@ -72,7 +70,7 @@ def module_of(file: str) -> ModuleType:
 
 
 def loaded(spec: ModuleSpec) -> ModuleType:
-    """Run the module of `spec`; it is in `sys.modules` meanwhile, as in Python."""
+    """The module is in `sys.modules` while it runs."""
     module = module_from_spec(spec)
     sys.modules[spec.name] = module
     assert spec.loader is not None
@@ -94,7 +92,6 @@ def package_of(path: Path) -> tuple[Path, list[str]]:
 
 
 def is_taken(top: Path) -> bool:
-    """Whether another module has the name of this file or package."""
     if top.stem in sys.modules:
         known = getattr(sys.modules[top.stem], "__file__", None)
         return known is None or not same(known, top)
@@ -103,19 +100,17 @@ def is_taken(top: Path) -> bool:
 
 
 def is_folder(found: ModuleSpec) -> bool:
-    """Python prefers any file of that name to a folder without `__init__.py`."""
+    """Python prefers a file of that name to a folder without `__init__.py`."""
     return found.loader is None or isinstance(found.loader, NamespaceLoader)
 
 
 def same(known: str, top: Path) -> bool:
-    """Whether the module's file `known` is the file or package `top`."""
     file = top if top.is_file() else top / INIT
     return os.path.realpath(known) == os.path.realpath(file)
 
 
 def make_importable(folder: Path, top: Path, taken: bool) -> None:
-    """Make the folder's other modules importable before all others, in child processes too. A taken name keeps its
-    module: `json` stays Python's."""
+    """The folder's other modules come before all others, in child processes too. A taken name keeps its module."""
     if taken and str(folder) not in sys.path:
         sys.path.append(str(folder))
         sys.meta_path.insert(0, Neighbours(str(folder), top.stem))
@@ -127,12 +122,12 @@ def make_importable(folder: Path, top: Path, taken: bool) -> None:
 
 
 def quoted(path: Path) -> str:
-    """Quote the path for a module's name, which has no dots."""
+    """A module's name has no dots."""
     return quote(str(path)).replace(".", "%2E")
 
 
 class Neighbours(MetaPathFinder):
-    """Finds the modules of a folder before all others, except the taken name."""
+    """Finds the modules of a folder first, except the taken name."""
 
     def __init__(self, folder: str, taken: str) -> None:
         self.folder, self.taken = folder, taken
@@ -147,7 +142,7 @@ class Neighbours(MetaPathFinder):
 
 
 class QuotedPaths(MetaPathFinder):
-    """Finds files and packages by PREFIX and quoted path, also in processes that only unpickle their objects."""
+    """Finds files and packages by PREFIX and quoted path, in processes that only unpickle too."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
@@ -166,10 +161,9 @@ class QuotedPaths(MetaPathFinder):
 
 
 class OwnNames:
-    """Gives a user's files the user's modules that have names of Headrace's packages.
+    """Gives a user's files the user's modules that are named as Headrace's packages.
 
-    A submodule that the user's package does not have is Headrace's, so that `from rollout.tasks import Trajectory`
-    works.
+    A submodule that the user's package lacks is Headrace's, as for `from rollout.tasks import Trajectory`.
     """
 
     def __init__(self) -> None:
@@ -223,7 +217,7 @@ class OwnNames:
 
 
 def is_ours(module: Mapping[str, Any]) -> bool:
-    """Whether these are the names of a module of Headrace, and not of a user's under PREFIX."""
+    """Whether these are the names of a module of Headrace, not of a user's."""
     name = str(module.get("__name__"))
     if name == "__main__":  # `python -m learner`
         name = str(module.get("__package__"))
@@ -231,7 +225,6 @@ def is_ours(module: Mapping[str, Any]) -> bool:
 
 
 def place_of_inner(package: Path, name: str) -> Path | None:
-    """The module or package `name` in `package`; None if there is none, or if `package` is a file."""
     return next((path for path in (package / f"{name}.py", package / name) if path.exists()), None)
 
 

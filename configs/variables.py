@@ -20,15 +20,14 @@ PLACE = (
     *(*RANK, "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "GROUP_WORLD_SIZE", "GROUP_NAME"),
     *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "TORCHELASTIC_*", "VLLM_DP_*"),
 )
-"""A process's place in a job of torchrun, PyTorchJob or vLLM, of which ours must not become members."""
+"""Place in a job of torchrun, PyTorchJob or vLLM, of which ours must not become members."""
 OTHERS_TRAINING = ("ACCELERATE_*", "FSDP_*")
-"""`accelerate launch` sets these for transformers, which with two of them makes all weights zero on every rank but the
-one with LOCAL_RANK 0, and expects them from that rank later."""
+"""`accelerate launch` sets these. With two, transformers zeroes all weights except on LOCAL_RANK 0."""
 READ_BY_LIBRARIES = ("TORCH*", "TRITON_*", "HF_HUB_*_TIMEOUT", "TQDM_*", "PYTHONOPTIMIZE", "PYTHONWARNINGS")
 """torch and transformers fail with some values of these."""
 SWITCHES = ("", "0", "1")
 INSPECT = "PYTHONINSPECT"
-"""With it, Python ends with a traceback and exit code 1, or waits for its user, where a process exits by `sys.exit`."""
+"""With it, a process that calls `sys.exit` ends with a traceback, or waits for its user."""
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 """torchrun forwards signals to its ranks and kills ranks that do not end."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -52,24 +51,21 @@ MASK = re.compile("0?[0-7]{3}")
 
 
 def for_children(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> dict[str, str]:
-    """The environment of processes that the launcher starts."""
     left_out = {key for key in environment if has_place(key) or is_others(key)} | {"PYTHONIOENCODING", INSPECT}
     kept = {key: value for key, value in environment.items() if key not in left_out}
     return kept | {"PYTHONUTF8": "1"} | around_proxy(kept, hosts) | user(kept)
 
 
 def has_place(name: str) -> bool:
-    """Whether a variable is one of PLACE."""
     return any(fnmatch(name, pattern) for pattern in PLACE)
 
 
 def is_others(name: str) -> bool:
-    """Whether a variable is one of OTHERS_TRAINING."""
     return any(fnmatch(name, pattern) for pattern in OTHERS_TRAINING)
 
 
 def given_to_libraries(environment: Mapping[str, str]) -> list[str]:
-    """The variables with which torch or transformers may fail. They take any switch and any path."""
+    """Variables with which torch or transformers may fail."""
     return [
         name
         for name, value in environment.items()
@@ -85,8 +81,7 @@ def is_quiet(name: str, value: str) -> bool:
 
 def prepare(is_rank: bool = False, environment: MutableMapping[str, str] = os.environ) -> None:
     """Let output work in any locale and with closed streams, reach this machine without a proxy, keep exit codes of
-    children even if a shell ignores SIGCHLD, and take nothing from another program's training. `is_rank`: keep
-    PLACE."""
+    children even if a shell ignores SIGCHLD, and drop variables of another training. `is_rank`: keep PLACE."""
     open_streams()
     if signal.getsignal(signal.SIGCHLD) is signal.SIG_IGN:
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -97,7 +92,7 @@ def prepare(is_rank: bool = False, environment: MutableMapping[str, str] = os.en
 
 
 def open_streams() -> None:
-    """The next opened files would get the numbers of closed standard streams."""
+    """The next opened files would get the numbers of closed streams."""
     for number in range(3):
         try:
             os.fstat(number)
@@ -114,7 +109,7 @@ def open_streams() -> None:
 
 
 def around_proxy(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> dict[str, str]:
-    """Libraries differ in which of `no_proxy` and `NO_PROXY` they read first."""
+    """Libraries differ in which of the two they read first."""
     if not any(environment.get(name) for name in PROXIES):
         return {}
     given = [word.strip() for name in NO_PROXY for word in environment.get(name, "").split(",")]
@@ -123,7 +118,7 @@ def around_proxy(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> d
 
 
 def proxy_of(url: str, environment: Mapping[str, str] = os.environ) -> str | None:
-    """The proxy for `url`; None for loopback and `no_proxy`: hosts, domains with subdomains, networks, or `*`."""
+    """The proxy for `url`; None for loopback and `no_proxy`."""
     at = urlsplit(url)
     host = at.hostname or ""
     names = [f"{at.scheme}_proxy", f"{at.scheme}_proxy".upper(), "all_proxy", "ALL_PROXY"]
@@ -137,7 +132,6 @@ def proxy_of(url: str, environment: Mapping[str, str] = os.environ) -> str | Non
 
 
 def is_loopback(host: str) -> bool:
-    """Whether `host` is a loopback name or address."""
     if host == "localhost" or host.endswith(".localhost"):
         return True
     try:
@@ -147,10 +141,7 @@ def is_loopback(host: str) -> bool:
 
 
 def gloo_here(environment: MutableMapping[str, str] = os.environ) -> None:
-    """Have gloo listen on loopback, for processes of one machine. It has no authentication.
-
-    Left alone, it listens where the machine's own name leads, often its network.
-    """
+    """gloo has no authentication, so it listens on loopback."""
     if LOOPBACK_INTERFACE in (name for _, name in socket.if_nameindex()):
         environment.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
 
@@ -166,7 +157,7 @@ def _is_named(host: str, port: int | None, word: str) -> bool:
 
 
 def user(environment: Mapping[str, str]) -> dict[str, str]:
-    """torch and vLLM need USER and HOME, which a user id in containers may lack."""
+    """torch and vLLM need these, which a user id in containers may lack."""
     found = {}
     try:
         pwd.getpwuid(os.getuid())
@@ -179,7 +170,7 @@ def user(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def socket_folder(longest: int, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return a writable folder for Unix sockets, of at most `longest` bytes; None if there is none."""
+    """Return a writable folder whose path has at most `longest` bytes."""
     for folder in (temporary(), environment.get("XDG_RUNTIME_DIR"), *SHORT):
         if folder and len(os.fsencode(folder)) <= longest and can_write(folder):
             return folder
@@ -187,7 +178,7 @@ def socket_folder(longest: int, environment: Mapping[str, str] = os.environ) -> 
 
 
 def temporary() -> str | None:
-    """Return Python's folder for temporary files; None if no folder is writable."""
+    """Python's temporary folder; None if no folder is writable."""
     try:
         return tempfile.gettempdir()
     except FileNotFoundError:
@@ -195,12 +186,11 @@ def temporary() -> str | None:
 
 
 def can_write(folder: str | Path) -> bool:
-    """Whether this process can create a file in `folder`."""
     return os.path.isdir(folder) and os.access(folder, os.W_OK | os.X_OK)
 
 
 def unwritable(file: Path) -> str:
-    """Why a command cannot write `file`; empty if it can. It may replace a file, never a folder or a device."""
+    """Why a command cannot write `file`."""
     folder = file.absolute().parent
     if file.exists() and not file.is_file():
         return "a folder; name a file in it" if file.is_dir() else "no regular file; name another"
@@ -210,7 +200,7 @@ def unwritable(file: Path) -> str:
 
 
 def apply_umask(folder: Path) -> None:
-    """safetensors creates files with 0600, whatever the umask."""
+    """safetensors creates files with 0600."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")  # `os.umask` would change it for all threads
     umask = next(int(line.split()[1], 8) for line in status.splitlines() if line.startswith("Umask:"))
     for path in folder.iterdir():
@@ -230,12 +220,11 @@ def open_private(path: str | Path, flags: int) -> int:
 
 
 def private_folder(path: Path) -> None:
-    """Make a folder for a run's own files, unless it is there."""
     _make_folder(path, 0o777 & ~run_umask())
 
 
 def run_folder(path: Path) -> None:
-    """Users whom the umask admits may pass through the folder, not list it."""
+    """Make a folder that users whom the umask admits may enter, not list."""
     _make_folder(path, 0o711 | 0o777 & ~run_umask())
 
 
@@ -249,10 +238,7 @@ def _make_folder(path: Path, mode: int) -> None:
 
 
 def problems(environment: Mapping[str, str] = os.environ, interfaces: bool = True, own_ray: bool = False) -> list[str]:
-    """A line for each variable with which a run cannot work.
-
-    `own_ray`: Ray is started, whose sockets have the longest names.
-    """
+    """Return a line for each unusable variable. `own_ray`: Ray is started, whose sockets have the longest names."""
     found = [*_folders(environment, own_ray), *_threads(environment), *_proxies(environment)]
     if (mask := environment.get(RUN_UMASK)) is not None and not MASK.fullmatch(mask):
         found.append(f"{RUN_UMASK}: {mask!r} is not a umask; write 077 for files that only you read, 027 for the group")
@@ -260,7 +246,6 @@ def problems(environment: Mapping[str, str] = os.environ, interfaces: bool = Tru
 
 
 def warnings(environment: Mapping[str, str], model: str) -> list[str]:
-    """Caches that cannot be written, and variables that are no longer read."""
     home = environment.get("HOME") or os.path.expanduser("~")
     caches = environment.get("XDG_CACHE_HOME") or f"{home}/.cache"
     named = {
@@ -308,7 +293,6 @@ def _threads(environment: Mapping[str, str]) -> Iterator[str]:
 
 
 def has_host(url: str) -> bool:
-    """Whether `url` names a host and, if any, a port that there can be."""
     try:
         at = urlsplit(url)
         return bool(at.hostname) and at.port != 0
@@ -317,7 +301,6 @@ def has_host(url: str) -> bool:
 
 
 def is_http(url: str) -> bool:
-    """Whether `url` is the address of an HTTP server."""
     return url.startswith(("http://", "https://")) and has_host(url)
 
 

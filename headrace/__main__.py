@@ -1,7 +1,6 @@
-"""`headrace COMMAND ...`: every command of Headrace, from any folder.
+"""`headrace COMMAND ...`: every command of Headrace, also from a folder with a package `configs` of its own.
 
-Also from one with packages `configs`, `actors` or `buffer` of its own: the installed script starts this file again with
-`python -P`. Runs by path, so it imports only the standard library.
+It runs by path and imports only the standard library.
 """
 
 import difflib
@@ -41,7 +40,7 @@ COMMANDS = {
     "merge": ("learner", "whole weights of a checkpoint with an adapter"),
     "sft": ("learner", "supervised fine-tuning on demonstrations, without servers"),
 }
-"""By command: its package. Packages are commands too."""
+"""The package of each. Packages are commands too."""
 
 
 def main() -> NoReturn:
@@ -51,7 +50,6 @@ def main() -> NoReturn:
 
 
 def module_of(argv: Sequence[str]) -> tuple[str, list[str]] | None:
-    """None if there is no such command."""
     name = argv[0]
     if name in COMMANDS:
         return COMMANDS[name][0], list(argv)
@@ -60,13 +58,12 @@ def module_of(argv: Sequence[str]) -> tuple[str, list[str]] | None:
 
 
 def usage() -> str:
-    """The page of `headrace --help`."""
     lines = {name: what for name, (_, what) in COMMANDS.items()} | PACKAGES
     return "\n".join(["usage: headrace COMMAND ...", *(f"  {name:<10} {what}" for name, what in lines.items())])
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command line; the exit code, unless the command ends the process itself."""
+    """Return the exit code, unless the command ends the process."""
     if not argv or argv[0] in ("-h", "--help"):
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `headrace --help | head` ends quietly
         print(usage(), file=sys.stdout if argv else sys.stderr)

@@ -1,7 +1,6 @@
-"""Writes a reward function of a notebook or a script into a file, which the reward workers import.
+"""Writes a reward function of a notebook, with all that it uses, into a file for the reward workers.
 
-The file holds the source of the function and of all that it uses. Its name holds a digest: another function is another
-value of `reward.function`, which a run that has begun refuses. Imports only the standard library.
+The file's name holds a digest: a run that has begun refuses another function.
 """
 
 import ast
@@ -29,7 +28,7 @@ class NoSource(ValueError):
 
 
 def reward_file(function: Callable[..., Any], folder: Path) -> str:
-    """Return `path/to/file.py:function`, a file in `folder` unless an imported module has the function.
+    """Return `path/to/file.py:function`.
 
     Raises NoSource for a lambda, a closure, a method, or an object without source.
     """
@@ -50,7 +49,7 @@ def reward_file(function: Callable[..., Any], folder: Path) -> str:
 
 
 class Source:
-    """The text of a module with one function and all that it uses."""
+    """A module with the function and all that it uses."""
 
     def __init__(self, function: FunctionType) -> None:
         self.function = function
@@ -91,7 +90,7 @@ class Source:
 
 
 def _file_of(function: FunctionType) -> str | None:
-    """None for a notebook's or a script's own function."""
+    """None for a notebook's own function."""
     module = sys.modules.get(function.__module__)
     file = getattr(module, "__file__", None)
     if function.__module__ == "__main__" or not file or getattr(module, function.__name__, None) is not function:
@@ -136,7 +135,6 @@ def _literal(value: Any) -> str | None:
 
 
 def _source(value: Any) -> str:
-    """Raises NoSource."""
     kind, name = ("class" if isinstance(value, type) else "function"), value.__name__
     if name == "<lambda>":
         raise NoSource(
@@ -159,7 +157,7 @@ def _source(value: Any) -> str:
 
 
 def _class_source(value: type) -> str:
-    """A notebook's module has no file, so a function locates the class. Raises OSError."""
+    """A notebook's module has no file."""
     for function in vars(value).values():
         if not isinstance(code := getattr(function, "__code__", None), CodeType):
             continue
@@ -173,7 +171,7 @@ def _class_source(value: type) -> str:
 
 
 def _used(code: CodeType) -> Iterator[str]:
-    """Global names that the code reads before it binds them."""
+    """Global names read before they are bound."""
     own = set[str]()
     for step in dis.get_instructions(code):
         if step.opname in LOADS and not (step.opname == "LOAD_NAME" and step.argval in own):

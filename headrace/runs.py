@@ -1,7 +1,7 @@
-"""Runs in a script or a notebook: `launch` starts one, and `Run` reads it and waits for its end.
+"""Runs in a script or a notebook.
 
-The program may have packages `configs` or `buffer` of its own, so this module imports none and runs the command
-`headrace`. A guard ends the launcher with all its processes when this program dies.
+The program may have a package `configs`, so this module runs the command `headrace`. A guard ends all processes when
+this program dies.
 """
 
 import atexit
@@ -28,12 +28,12 @@ SHOWN = 20
 DEAD = 1
 """Exit code of `headrace status` without an answer."""
 ENDED_WELL = (0, 3, 128 + signal.SIGINT)
-"""A run reached its last version or the end of its data, or was stopped."""
+"""Last version reached, data ended, stopped."""
 Record = dict[str, Any]
 
 
 class HeadraceError(RuntimeError):
-    """A command of Headrace refused or failed; the text is its output."""
+    """A command refused or failed; the text is its output."""
 
 
 def launch(
@@ -42,11 +42,10 @@ def launch(
     *,
     reward: Callable[..., Any] | None = None,
 ) -> "Run":
-    """Launch a run, or go on with it; returns once the run is accepted.
+    """Launch a run, or go on with it; returns once it is accepted.
 
     `config` is a run file or a dict of its sections, `overrides` are further keys, `reward` replaces `reward.function`.
-    Raises HeadraceError with every problem of the run file, and NoSource for a function that cannot be sent to the
-    reward workers.
+    Raises HeadraceError with every problem, and NoSource for a function without source.
     """
     with tempfile.TemporaryDirectory(prefix="headrace-") as folder:
         if isinstance(config, Mapping):
@@ -77,21 +76,21 @@ class Run:
         self.launcher: Launcher | None = None
 
     def metrics(self) -> list[Record]:
-        """A dict for each trained version, in order."""
+        """Return a dict for each trained version."""
         other = {"kind", "eval/version"}  # looks at the servers, evaluations
         found = {record["version"]: record for record in self._records() if not other & record.keys()}
         return [found[version] for version in sorted(found)]
 
     def evaluations(self) -> list[Record]:
-        """A dict for each evaluation, by version."""
+        """Return a dict for each, by version."""
         found = {record["eval/version"]: record for record in self._records() if "eval/version" in record}
         return [found[version] for version in sorted(found)]
 
     def samples(self, version: int | None = None) -> list[Record]:
-        """A dict for each stored sample: `item`, `problem`, `answer`, `reward`, `batch`, `tokens`, ...
+        """Return a dict for each stored sample: `item`, `problem`, `answer`, `reward`, `batch`, `tokens`, ...
 
-        `version` selects the batch that made `version + 1`. Batches older than the oldest checkpoint are gone. Raises
-        HeadraceError if nothing is there yet.
+        `version` selects the batch that made `version + 1`; batches before the oldest checkpoint are gone. Raises
+        HeadraceError if there is none.
         """
         import pyarrow.parquet  # slow
 
@@ -103,18 +102,16 @@ class Run:
         return samples
 
     def status(self) -> str:
-        """The output of `headrace status`."""
         return command("status", str(self.path), well=(0, DEAD))
 
     @property
     def output(self) -> list[str]:
-        """The last lines of the launcher."""
         return list(self.launcher.lines) if self.launcher else []
 
     def wait(self, timeout_s: float | None = None, show: bool = True) -> int:
-        """Wait for the end of the run and return its exit code; print the launcher's lines if `show`.
+        """Wait for the end of the run and return its exit code.
 
-        Ctrl-C stops the run, then raises KeyboardInterrupt. Raises HeadraceError if the run failed, and TimeoutError.
+        Ctrl-C stops the run. Raises HeadraceError if the run failed, and TimeoutError.
         """
         launcher = self._own()
         try:
@@ -127,7 +124,7 @@ class Run:
         return code
 
     def stop(self, show: bool = True) -> int:
-        """Let every process finish and save its work, and return the exit code. Ctrl-C kills the run."""
+        """Let every process save its work, and return the exit code. Ctrl-C kills the run."""
         launcher = self._own()
         launcher.guarded.signal(signal.SIGINT)
         try:
@@ -160,8 +157,6 @@ class Run:
 
 
 class Launcher:
-    """The process `headrace launch`, and a reader of its output."""
-
     def __init__(self, words: list[str], run: Path) -> None:
         self.lines = deque[str](maxlen=LINES)
         self.code: int | None = None
@@ -177,7 +172,7 @@ class Launcher:
         atexit.register(self._stop_at_exit)
 
     def wait(self, timeout_s: float | None, show: Callable[[str], object]) -> int:
-        """Gives each line to `show` once. Raises TimeoutError."""
+        """Raises TimeoutError."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             with self._changed:
@@ -211,7 +206,7 @@ class Launcher:
         self.accepted.set()
 
     def _stop_at_exit(self) -> None:
-        """Otherwise the end of the program would kill the run."""
+        """Else the end of the program would kill the run."""
         print(f"headrace: stopping the run {self._name}, because the program that launched it ends; call run.wait() "
               "to let it reach its last version", file=sys.stderr, flush=True)  # fmt: skip
         self.guarded.signal(signal.SIGINT)
@@ -219,7 +214,6 @@ class Launcher:
 
 
 def command(*words: str, well: Sequence[int] = (0,)) -> str:
-    """What `headrace WORDS` prints."""
     done = subprocess.run([sys.executable, "-P", str(ENTRY), *words], capture_output=True, text=True)
     if done.returncode and (done.returncode not in well or not done.stdout):
         raise HeadraceError((done.stderr or done.stdout).strip() or f"headrace {words[0]}: exit code {done.returncode}")

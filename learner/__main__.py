@@ -1,17 +1,16 @@
 """`python -m learner CONFIG`: trains the policy of a run, from its last checkpoint to `run.versions`.
 
-Other commands: `merge CHECKPOINT OUT` makes whole weights of a checkpoint with an adapter, `digest CHECKPOINT MODEL`
-prints MODEL's digest, to compare with the base of CHECKPOINT, `sft CONFIG` trains on demonstrations.
+Other commands: `merge CHECKPOINT OUT`, `digest CHECKPOINT MODEL` and `sft CONFIG`.
 
 The first SIGINT or SIGTERM ends the run after the current version and a checkpoint (exit 0), the second at once. Exit
-2: bad input, found before anything was trained. Exit 1: a rank failed; all ranks have ended, and a restart continues
-from the last checkpoint. Exit 3: the data ended before the last version. Exit 4: one of OVER.
+2: bad input, found before training. Exit 1: a rank failed; a restart continues from the last checkpoint. Exit 3: the
+data ended before the last version. Exit 4: one of OVER.
 """
 # ruff: noqa: E402
 
 import gc
 
-gc.disable()  # it would walk what is imported again and again, for a quarter of the time
+gc.disable()  # collections take a quarter of the imports' time
 import logging
 import os
 import socket
@@ -101,7 +100,7 @@ LAST_PUBLISH_S = 10.0
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line `argv`; returns the exit code."""
+    """Run the command; returns the exit code."""
     configure_logging(f"[{os.environ.get('RANK', '0')}]")
     if other := OTHERS.get(argv[0] if argv else ""):
         return other(argv[1:])
@@ -133,7 +132,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def image_format(config: Config) -> ImageFormat | None:
-    """How the model sees images; None for a text model. Raises ConfigError if it cannot be trained with them."""
+    """How the model sees images. Raises ConfigError."""
     form, path = ImageFormat.of_run(config), config.model.path
     if form is not None and find_spec("transformers.vision_utils") is None:
         problem = f"{path} is a vision-language model, which needs transformers 5.16 or later"
@@ -144,7 +143,7 @@ def image_format(config: Config) -> ImageFormat | None:
 def train(
     config: Config, device: torch.device, phases: StartPhases, form: ImageFormat | None = None
 ) -> Finished | None:
-    """Run the loop. Returns how the run ended before its last version."""
+    """Run the loop; returns how it ended before the last version."""
     path, versions = config.run.path, config.run.versions
     buffer_keys = client_keys_for(config.buffer.address, path, "learner")
     with process_group(config, device) as mesh, ExitStack() as parts:
@@ -174,7 +173,7 @@ def train(
         serves = weights.address if isinstance(weights, Sender) else None
         name, print_ = f"learner-{rank}", fingerprint(config)
         options: dict[str, Any] = {"keys": buffer_keys, "share_prompts": policy.sharing.whole_groups}
-        sharing = config.learner.context_parallel  # ranks that take, and train, the same part
+        sharing = config.learner.context_parallel  # ranks that train the same part
         part = rank // sharing, world // sharing
         batches = LearnerClient(config.buffer.address, name, print_, *part, serves, **options)
         parts.callback(batches.close)
@@ -197,7 +196,7 @@ def train(
 def build(
     config: Config, mesh: DeviceMesh, budget: int, form: ImageFormat | None = None, beside: Beside | None = None
 ) -> tuple[Policy, Algorithm]:
-    """The policy, and its algorithm with optimizer and, if the loss needs one, reference model."""
+    """Build the policy and its algorithm."""
     temperature, entropy_gradient = config.sampling.temperature, needs_entropy_gradient(config.algorithm)
     seed, replay = config.run.seed, config.rollout.routing_replay
     policy = Policy(config.model, config.learner, mesh, temperature, entropy_gradient, seed=seed, replay=replay)
@@ -222,7 +221,7 @@ def build(
 
 
 def build_critic(config: Config, mesh: DeviceMesh) -> Critic:
-    """The critic, a copy of the initial model with a value head, and its optimizer."""
+    """Build the critic, a copy of the initial model."""
     body = Policy(config.model, config.learner, mesh, valued=True)
     log.info("critic: %.1f M parameters, trained beside the policy", body.model.num_parameters() / 1e6)
     given = config.algorithm.critic
@@ -260,7 +259,7 @@ def open_weights_wire(
 
 
 def sending_ranks(policy: Policy, mesh: DeviceMesh) -> SendingRanks:
-    """The ranks of the first replica, each of which sends its rows. Raises ConfigError if weights must be gathered."""
+    """The first replica's ranks. Raises ConfigError if weights must be gathered."""
     if other := policy.unsent_by_rows():
         problem = f"weights.publish: rows, and the model's files hold {other} in another form or as a buffer"
         raise ConfigError([f"{problem}, which only gathered weights can be sent in; set it to gather"])
@@ -282,5 +281,5 @@ def check_weights_host(host: str) -> None:
 
 if __name__ == "__main__":
     gc.freeze()  # what is imported stays
-    die_with_parent()  # a rank ends with the process that started it
+    die_with_parent()
     run_and_exit(main, log, is_rank=True)

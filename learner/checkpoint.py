@@ -1,9 +1,7 @@
-"""Checkpoints that cannot be lost: sharded, written while training goes on, complete or absent.
+"""Checkpoints: sharded, written while training goes on, complete or absent.
 
-A thread of each rank fills `checkpoints/v000100.tmp`. Once all ranks are done, rank 0 adds the Hugging Face export and
-a manifest (all files with sizes and checksums), and renames the folder. With `model.lora` state and export are the
-adapter's, which is restored beside the same base only. With `learner.checkpoint_on: first_node`, the first replica
-alone writes, and hands its copy to the others when restored. Each public method is a collective.
+Threads of the ranks fill `checkpoints/v000100.tmp`; then rank 0 adds export and manifest, and renames it. Each public
+method is a collective.
 """
 
 import logging
@@ -57,7 +55,7 @@ class NoDiskSpace(RuntimeError):
 
 
 class Checkpoints:
-    """One checkpoint every `checkpoint_every` versions and at version `versions`, which is exported."""
+    """One checkpoint every `checkpoint_every` versions; the last is exported."""
 
     def __init__(
         self,
@@ -70,7 +68,6 @@ class Checkpoints:
         position: Callable[[int], DataPosition] | None = None,
         critic: Critic | None = None,
     ) -> None:
-        """`shards`: ranks that share one copy of the model. `position`: of a version, in fine-tuning."""
         self._position, self._critic = position, critic
         self.folder, self.model, self.config, self.optimizer, self.versions = folder, model, config, optimizer, versions
         self.ranks = SavingRanks(folder, shards or dist.get_world_size(), config.checkpoint_on == "first_node")
@@ -82,7 +79,7 @@ class Checkpoints:
         self._base: str | None = None
 
     def restore(self, policy: Policy) -> int:
-        """Load the newest complete checkpoint whose checksums hold; returns its version, 0 if there is none."""
+        """Load the newest undamaged checkpoint; returns its version or 0."""
         version = self._last = self.ranks.newest_sound()
         if version == 0:
             log.info("no checkpoint in %s: version 0, the initial model", self.folder)
@@ -117,14 +114,13 @@ class Checkpoints:
         return version
 
     def _adapter(self, policy: Policy) -> AdapterOf | None:
-        """A collective of all ranks the first time."""
+        """A collective the first time."""
         if self.model.lora is None:
             return None
         self._base = self._base or digest(policy.model, policy.mesh)
         return AdapterOf(model=self.model, base=self._base)
 
     def _load(self, state: dict[str, Any], folder: Path) -> None:
-        """Raises ConfigError if the shards hold more than plain values."""
         try:
             load(state, storage_reader=Reader(folder), planner=Planner(), process_group=self.ranks.writers)
         except CheckpointException as error:
@@ -133,10 +129,8 @@ class Checkpoints:
             raise
 
     def save(self, policy: Policy, version: int, reward: float | None = None) -> int:
-        """Begin to write `version` if it is due; returns the oldest version that a restart may restore, or 0.
-
-        Call it for every version. `reward`: mean of the batch that made `version`.
-        """
+        """Begin to write `version` if it is due; returns the oldest restorable version, or 0. `reward`: mean of the
+        batch."""
         self._reward = reward
         export_every, keep_every = self.config.export_every, self.config.keep_every
         exported = version == self.versions or (export_every is not None and version % export_every == 0)
@@ -187,7 +181,7 @@ class Checkpoints:
                 self._complete, shards, partial, weights, self._reward, adapter, position
             )
         self._last = version
-        if policy.masters:  # there is no room for a copy of what the next step will change
+        if policy.masters:  # there is no room for a copy of what the next step changes
             self._wait()
         return True
 
@@ -231,7 +225,7 @@ class Checkpoints:
         return state | (self._critic.state() if self._critic else {})
 
     def _has_space(self, policy: Policy, partial: Path, exported: bool) -> bool:
-        """Remove what a killed process left; then whether there is space for three fp32 copies and the export."""
+        """Removes what a killed process left."""
         run_folder(self.folder)
         recover(self.folder)
         saved = (p for p in policy.model.parameters() if p.requires_grad or not self.model.lora)
@@ -249,7 +243,7 @@ class Checkpoints:
 
 
 def _refusal(folder: Path, model: ModelConfig, wanted: AdapterOf | None) -> str | None:
-    """Why this checkpoint does not fit the adapter or its base."""
+    """Why the adapter or its base does not fit."""
     try:
         found = adapter_of(folder)
     except (OSError, ValueError) as error:

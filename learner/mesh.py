@@ -1,4 +1,4 @@
-"""The process group of all ranks, and the mesh of copies of the model: [replica, shard], or [shard] for one replica."""
+"""The process group of all ranks and its mesh: [replica, shard], or [shard] for one replica."""
 
 import logging
 import os
@@ -27,23 +27,21 @@ log = logging.getLogger(__name__)
 MEET_S = 300.0
 AGAIN_S = 0.5
 THERE_IS_A_STORE = "TORCHELASTIC_USE_AGENT_STORE"
-"""torch's variable: `True` if a store already listens."""
+"""torch's variable: `True` if a store listens."""
 UNSET = "unset RANK and WORLD_SIZE if a pod or shell has left them"
 
 
 @contextmanager
 def process_group(config: Config, device: torch.device) -> Iterator[DeviceMesh]:
-    """Start the default process group and yield its mesh. Raises ConfigError if the ranks do not find each other.
-
-    The group is not destroyed after an error: a failed rank just exits.
-    """
+    """Start the default process group and yield its mesh. Raises ConfigError. A failed rank does not destroy the group:
+    it just exits."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=config.learner.timeout_s + watchdog.TORCH_LATER_S)
     watchdog.enable_flight_recorder()
     world = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
     local = ranks_of_node(config.learner, world, os.environ)
     if local < world:
-        choose_interface(os.environ)  # refuses an address at which the other nodes' ranks would wait in vain
+        choose_interface(os.environ)
     else:
         gloo_here()
     store, rank = meet(os.environ) if "RANK" in os.environ else (HashStore(), 0)
@@ -54,7 +52,7 @@ def process_group(config: Config, device: torch.device) -> Iterator[DeviceMesh]:
 
 
 def meet(environment: Mapping[str, str], limit_s: float = MEET_S) -> tuple[Store, int]:
-    """Wait for all ranks; returns the store and this rank. Raises ConfigError if one is missing."""
+    """Wait for all ranks; returns store and rank. Raises ConfigError."""
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     host, port, timeout = environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), timedelta(seconds=limit_s)
     hosts = rank == 0 and environment.get(THERE_IS_A_STORE) != "True"
@@ -82,8 +80,7 @@ def meet(environment: Mapping[str, str], limit_s: float = MEET_S) -> tuple[Store
 
 
 def open_store(host: str, port: int) -> TCPStore:
-    """The store in which all ranks meet. It listens at `host` only; torch alone would listen at all addresses of the
-    machine. Raises ConfigError."""
+    """The ranks' store, which listens at `host` only, unlike torch's own. Raises ConfigError."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family)
@@ -98,7 +95,7 @@ def open_store(host: str, port: int) -> TCPStore:
 
 
 def wait_for(host: str, port: int, limit_s: float) -> str:
-    """Wait for a listener; returns "", or why there is none. torch would print stack frames for each attempt."""
+    """Wait for a listener; returns "", or why there is none. torch alone would print stack frames."""
     end, why = time.monotonic() + limit_s, "no answer"
     while (left_s := end - time.monotonic()) > 0:
         try:
@@ -115,7 +112,7 @@ def ranks_of_node(learner: LearnerConfig, world: int, environment: Mapping[str, 
 
 
 def make_mesh(device_type: str, shard: int) -> DeviceMesh:
-    """The mesh of all ranks, `shard` of which share one copy of the model."""
+    """The mesh of all ranks; `shard` ranks share a copy."""
     world = dist.get_world_size()
     if shard == world:  # (1, world): over groups of one rank NCCL's mean may be wrong
         return init_device_mesh(device_type, (world,), mesh_dim_names=("shard",))
@@ -128,22 +125,20 @@ def shards(mesh: DeviceMesh) -> int:
 
 
 def default_store(prefix: str) -> Store:
-    """The ranks' store, over a connection of its own: another one may be blocked by a wait."""
+    """The ranks' store over a connection of its own, because a wait blocks one."""
     return PrefixStore(prefix, _get_default_store().clone())  # type: ignore[attr-defined]
 
 
 def replica(mesh: DeviceMesh) -> int:
-    """The number of this rank's copy. The first one gathers and publishes."""
+    """The number of this rank's copy; the first is published."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "every rank is in it"
     return coordinate[0] if mesh.ndim == 2 else 0
 
 
 def choose_interface(environment: MutableMapping[str, str]) -> None:
-    """Have gloo and NCCL use the interface on the route to MASTER_ADDR. Raises ConfigError.
-
-    Left alone, gloo listens where the name of the machine leads, often 127.0.1.1.
-    """
+    """Have gloo and NCCL use the interface on the route to MASTER_ADDR. Raises ConfigError. gloo alone often takes
+    127.0.1.1."""
     master, port = environment.get("MASTER_ADDR", ""), int(environment.get("MASTER_PORT", "0"))
     try:
         own = own_address(master, port)

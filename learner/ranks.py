@@ -1,8 +1,5 @@
-"""The learner's ranks of this node: starts `python -m learner` for each, passes signals on, ends all if one fails.
-
-torch elastic restarts none: the keeper does, from the last checkpoint. Through the store of the first node each node
-sends the others its signals and failures: the ranks of all nodes end together.
-"""
+"""Starts this node's ranks, passes signals on, and ends all if one fails. Nodes exchange signals and failures through
+the first node's store."""
 
 import logging
 import os
@@ -31,15 +28,14 @@ from learner.mesh import MEET_S, THERE_IS_A_STORE, UNSET, open_store, wait_for
 log = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 LAST_S = 30.0
-"""Time for ranks to end by themselves once the other nodes' have ended."""
+"""Time for ranks to end by themselves after those of another node."""
 REACHED_S = 10.0
 MEETING = ("MASTER_ADDR", "MASTER_PORT")
 
 
 def from_slurm(learner: LearnerConfig, environment: Mapping[str, str]) -> dict[str, str]:
-    """What torchrun would have set, from the variables of srun, if srun has started this process. Raises
-    ConfigError."""
-    told = {"RANK", "NODE_RANK", PROGRESS}  # a keeper sets PROGRESS; it may run in a task of srun
+    """torchrun's variables from srun's, if it has started this process. Raises ConfigError."""
+    told = {"RANK", "NODE_RANK", PROGRESS}  # a keeper, perhaps in a task of srun, sets PROGRESS
     if "SLURM_STEP_NUM_TASKS" not in environment or environment.keys() & told:
         return {}
     remedy = "unset SLURM_STEP_NUM_TASKS if srun has not started this process"
@@ -59,8 +55,7 @@ def from_slurm(learner: LearnerConfig, environment: Mapping[str, str]) -> dict[s
 
 
 def check_environment(learner: LearnerConfig, environment: MutableMapping[str, str]) -> None:
-    """Raise ConfigError if the variables of this rank or node are incomplete or contradict the run file; remove
-    left-over ones."""
+    """Remove left-over variables. Raises ConfigError if others are incomplete or contradict the run file."""
     if "RANK" in environment:
         _check_rank(learner, environment)
     else:
@@ -129,7 +124,7 @@ def number(name: str, environment: Mapping[str, str], least: int, most: int | No
 
 
 def unreachable(host: str, port: int, limit_s: float = REACHED_S) -> str:
-    """Why the other ranks would not find rank 0; empty if its own connection arrives."""
+    """Why other ranks would not reach rank 0; else empty."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         with socket.create_server((host, port), family=family) as listener:
@@ -150,7 +145,7 @@ def unreachable(host: str, port: int, limit_s: float = REACHED_S) -> str:
 
 
 def start(argv: Sequence[str], learner: LearnerConfig, environment: Mapping[str, str] = os.environ) -> int:
-    """Run this node's ranks; returns the exit code of the first that failed, on any node, else 0."""
+    """Run this node's ranks; returns the exit code of the first failure on any node, else 0."""
     node = Node(learner, environment)
     first, local = node.number * node.local, range(node.local)
     shared = node.variables | {"WORLD_SIZE": str(learner.ranks), "LOCAL_WORLD_SIZE": str(node.local)}
@@ -175,7 +170,7 @@ def start(argv: Sequence[str], learner: LearnerConfig, environment: Mapping[str,
         node.tell("signal", number, signals.count)
 
     node.follow(pass_on)
-    # elastic's own handlers would give the ranks only 30 s
+    # elastic's own handlers give ranks only 30 s
     with (signals := StopSignals(drain=on_signal, force=on_signal)):
         result = context.wait(period=0.2)
     assert result is not None, "waited without timeout"
@@ -196,7 +191,7 @@ def start(argv: Sequence[str], learner: LearnerConfig, environment: Mapping[str,
 
 
 class Node:
-    """One node, which learns of the other nodes' signals and failures."""
+    """This node, which learns of the others' signals and failures."""
 
     def __init__(self, learner: LearnerConfig, environment: Mapping[str, str]) -> None:
         self.number, self.nodes = int(environment.get("NODE_RANK", 0)), learner.nodes
@@ -217,16 +212,16 @@ class Node:
             raise ConfigError([f"{problem}; end the learner on every node and start all of them, each with its own"])
 
     def stop(self, number: int, level: int, pass_on: Callable[[int], object]) -> None:
-        """Pass signal `number` on. Where every node gets its own, they count once."""
+        """Pass signal `number` on, once if every node gets it."""
         with self._stopping:
             before, self._level = self._level, max(level, self._level)
             if before < 2 <= level:
                 self.forced_by = number
-            for count in range(before, level):  # ranks ignore a repeated SIGTERM, which may be a duplicate
+            for count in range(before, level):  # ranks ignore a repeated SIGTERM as a duplicate
                 pass_on(FORCING if count else number)
 
     def tell(self, *words: object) -> None:
-        """Send an event in a thread: a signal handler may call this, and the store may be gone."""
+        """Send an event in a thread: signal handlers call this, and the store may be gone."""
         if self.nodes > 1:
             event = " ".join(map(str, (self.number, *words)))
             self._telling.append(threading.Thread(target=self._tell, args=(event,), daemon=True))
@@ -259,12 +254,12 @@ class Node:
                     how = f"rank {figures[1]} failed first (exit code {figures[0]})"
                     self.why, self._failed = f"the ranks of node {node} have failed, where {how}", int(figures[0])
         log.warning("%s: the ranks of this one end within %g s", self.why, self.patience_s)
-        threading.Event().wait(self.patience_s)  # ranks that notice by themselves say more
+        threading.Event().wait(self.patience_s)  # ranks that notice by themselves report more
         self.killed = True
         pass_on(signal.SIGKILL)  # a rank in a collective notices nothing else
 
     def leave(self, code: int) -> int:
-        """This node's ranks have ended; returns the exit code of all."""
+        """Leave the other nodes; returns the exit code of all."""
         for telling in self._telling:
             telling.join(LAST_S)
         with suppress(dist.DistError):

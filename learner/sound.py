@@ -1,8 +1,5 @@
-"""Keeps what cannot be trained out of the steps: judges each batch, and names the group at fault.
-
-The buffer puts the group into quarantine; `step` returns None, and the loop takes the batch again without it. A batch
-with which the learner ended before is tried group by group: should it end again, the buffer knows with which.
-"""
+"""Puts groups that cannot be trained into quarantine. A batch with which the learner ended before is tried group by
+group, so that the buffer knows the group at fault."""
 
 import logging
 import time
@@ -45,7 +42,7 @@ class SoundSteps:
         log.info("full microbatches of made-up samples took %.0f s and fit into memory", time.monotonic() - began)
 
     def step(self, policy: Policy, part: Part) -> dict[str, float] | None:
-        """As `Algorithm.step`; None: the batch is to be taken again."""
+        """As `Algorithm.step`; None: the batch must be taken again."""
         if self._reported(part, judged(part, self.bounds)):
             return None
         if part.suspect and self._reported(part, self._tried(policy, part)):
@@ -65,8 +62,7 @@ class SoundSteps:
         return stats
 
     def _reported(self, part: Part, found: Found) -> bool:
-        """Report the groups that any rank has found; whether the batch must be taken again, also because ranks have
-        other groups. A collective."""
+        """Returns whether to take the batch again, also because ranks have different groups. A collective."""
         digest = crc32(part.rows.item.data)
         some, largest, smallest = collectives.all_reduce_max(bool(found), digest, -digest)
         if not some and largest == -smallest:
@@ -112,7 +108,7 @@ def bounds_of(
 
 
 def judged(part: Part, bounds: Bounds) -> Found:
-    """The groups of which a sample in this part has a value that cannot be."""
+    """Groups with an impossible value in this part."""
     newest, found = max(part.version, part.reached), dict[int, str]()
     rows = part.positions.numpy().tolist()
     for row, data in zip(rows, part.samples, strict=True):
@@ -129,8 +125,7 @@ def judged(part: Part, bounds: Bounds) -> Found:
 
 
 def mismatched(part: Part, form: ImageFormat | None) -> tuple[Found, bool]:
-    """Groups with an image that is not what the policy saw; and whether all groups with images are such. A
-    collective."""
+    """Groups with an image that the policy did not see; whether all with images are such. A collective."""
     found, showing = dict[int, str](), 0
     for item in np.unique(part.rows.item.numpy()).tolist():
         own = only(part, item)

@@ -1,4 +1,4 @@
-"""Prepares a process of the learner: its device and threads, and how fast it may compute in its memory."""
+"""Prepares a learner's process: device, threads, and the fastest settings that fit its memory."""
 
 import logging
 import os
@@ -22,7 +22,7 @@ log = logging.getLogger("learner")
 
 
 def choose_device(config: Config) -> torch.device:
-    """The type of device, without touching it. Raises ConfigError if it or the model does not work."""
+    """The type of device, without touching it. Raises ConfigError."""
     model, learner, gpus = config.model, config.learner, torch.cuda.device_count()
     device = torch.device("cuda" if learner.device == "cuda" or (learner.device == "auto" and gpus) else "cpu")
     local_ranks = ranks_of_node(learner, learner.ranks, os.environ)
@@ -55,11 +55,8 @@ def configure_process(config: Config, device: torch.device) -> torch.device:
 
 
 def decide_speed(config: Config, memory: int | None, mesh: DeviceMesh, patches: int) -> Config:
-    """Decide `learner.compile`, `activation_checkpointing` and `head_chunk_tokens`. A collective, because GPUs may
-    differ.
-
-    `memory`: bytes of this rank's GPU. `patches`: the most of one sample.
-    """
+    """Decide `learner.compile`, `activation_checkpointing` and `head_chunk_tokens`. A collective: GPUs may differ.
+    `memory`: bytes of one GPU."""
     written, versions, on_gpu = config.learner, config.run.versions, memory is not None
     tokens, reference = least_microbatch(config, patches), keeps_reference(config)
     sends = copies_over(config, shards(mesh), mesh.get_rank())

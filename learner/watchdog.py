@@ -1,9 +1,5 @@
-"""No collective outlives its timeout: a watchdog on each rank says which rank was missing, where, and for how long.
-
-It reads torch's flight recorder, and writes into a store how many collectives its rank has begun. When
-`learner.timeout_s` expires it prints one line, writes the recorder's dump and ends the process; the other watchdogs see
-that and end too.
-"""
+"""A watchdog on each rank ends all ranks if a collective outlives `learner.timeout_s`, and names the missing one.
+torch's flight recorder has the collectives, and a store how many each rank has begun."""
 
 import json
 import logging
@@ -30,13 +26,13 @@ from configs.variables import private_folder
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 RECORDER = "TORCH_FR_BUFFER_SIZE"
-"""Entries of the flight recorder; read when the process group is created."""
+"""Entries; read when the process group is created."""
 TORCH_LATER_S = 15.0
 """torch's own timeout expires this much later."""
 ANSWER_S = 10.0
-"""If the store answers later, each rank ends by itself."""
+"""If the store answers later, each rank ends itself."""
 Note = dict[str, Any]
-"""A rank's note: collectives `begun` by group, `where` it is, the time `at` which it began."""
+"""Collectives `begun` by group, `where` the rank is, `at` which Unix time."""
 
 
 def enable_flight_recorder() -> None:
@@ -46,7 +42,7 @@ def enable_flight_recorder() -> None:
 
 
 class Watchdog:
-    """A context manager around all that the ranks do together. `folder` gets the recorder's dump."""
+    """Context manager around all collectives. `folder` gets the recorder's dump."""
 
     def __init__(self, timeout_s: float, folder: Path) -> None:
         self.timeout_s, self.folder = timeout_s, folder
@@ -61,7 +57,7 @@ class Watchdog:
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
     def __enter__(self) -> "Watchdog":
-        if self.world > 1:  # a connection of its own: the default store's may be blocked by a wait
+        if self.world > 1:  # waits may block the default store's connection
             self._store = PrefixStore("watchdog", _get_default_store().clone())  # type: ignore[attr-defined]
             self._thread.start()
         return self
@@ -94,7 +90,6 @@ class Watchdog:
         return bool(self._store.check(["verdict"]))
 
     def _ask(self, work: Callable[[], T]) -> T | None:
-        """None if the store does not answer in time: a machine may be cut off."""
         try:
             if self._asked.done():
                 self._asked = self._asker.submit(work)
@@ -116,7 +111,7 @@ class Watchdog:
         private_folder(path.parent)
         path.write_text(json.dumps(flight_record(active=False)))
         first = self._ask(lambda: self._store.add("verdicts", 1) == 1)
-        if first is not False:  # one line from all ranks; one each, where they cannot agree
+        if first is not False:  # one line from all ranks, if they can agree
             line = verdict(entry, waited, self._ask(self._notes) or {self.rank: note}, self.rank, self.timeout_s, path)
             print_visible(line, sys.stderr)
             self._ask(lambda: self._store.set("verdict", "1"))
@@ -128,8 +123,7 @@ class Watchdog:
 
 
 class Waits:
-    """How long the oldest collective has waited. The recorder's clock may be set, and runs while this process is
-    stopped."""
+    """The recorder's clock may be set, and runs while this process is stopped."""
 
     def __init__(self, at_most_s: float) -> None:
         self._at_most_s = at_most_s
@@ -172,7 +166,7 @@ def current_line(thread: int | None) -> str:
 def verdict(
     entry: dict[str, Any], waited: float, notes: dict[int, Note | None], rank: int, timeout_s: float, path: Path
 ) -> str:
-    """The missing rank never wrote a note, or has begun the fewest of the group's collectives."""
+    """The missing rank wrote no note, or has begun the fewest collectives."""
     mine, group = notes[rank], entry["group"]
     where = mine["where"] if mine else "?"
     head = f"learner: timeout: rank {rank} has waited {waited:.1f} s in {entry['profiling_name']} ({where}) for"
@@ -197,6 +191,6 @@ def verdict(
 
 
 def members(entry: dict[str, Any]) -> list[int]:
-    """The ranks of a collective's group; empty for other groups."""
+    """Ranks of a collective's group; empty for other groups."""
     name, groups = entry["process_group"][0], _world.pg_group_ranks  # a group of other ranks is a number here
     return next((sorted(ranks) for group, ranks in groups.items() if getattr(group, "group_name", "") == name), [])

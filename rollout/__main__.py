@@ -1,7 +1,7 @@
 """`python -m rollout CONFIG [--name rollout-0]`: a rollout server; also runs `evaluate`, `reward` and `teacher`.
 
-It waits for reward and task, the buffer, vLLM, and the learner's first policy. Exit codes: 0 done or drained, 1 failed,
-2 input refused or vLLM and the learner disagree about the initial model, 130 forced.
+Waits for users' code, the buffer, vLLM and the first policy. Exit codes: 0 done or drained, 1 failed, 2 input refused
+or another initial model than the learner's, 130 forced.
 """
 
 import asyncio
@@ -60,7 +60,6 @@ if TYPE_CHECKING:
 log = logging.getLogger("rollout")
 PROG = "python -m rollout"
 COMMANDS = {each.PROG.split()[-1]: (each.PROG, each.main) for each in (evaluate, reward_server, teacher_server)}
-"""By word: the command's name in messages, and what runs it."""
 ALIVE_EVERY_S = 5.0
 SIGNALS_S = 0.1
 T = TypeVar("T")
@@ -68,7 +67,6 @@ REVOKED = Failure("the buffer took the lease back")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line `argv`."""
     configure_logging()
     prog, command = COMMANDS.get(argv[0] if argv else "", (PROG, None))
     try:
@@ -81,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def explain_failure(error: Exception, prog: str = PROG) -> int:
-    """Report what ended the command `prog`: BAD_INPUT if a restart would end in the same way."""
+    """Report what ended `prog`; BAD_INPUT if a restart would end alike."""
     cause = first_error(error)
     if isinstance(cause, RefusedError):
         print_visible(f"{prog}: the buffer refuses this server: {cause}", sys.stderr)
@@ -94,7 +92,6 @@ def explain_failure(error: Exception, prog: str = PROG) -> int:
 
 
 def run_server(argv: Sequence[str]) -> int:
-    """Run a server until it is done or drained."""
     flags, rest = split_flags(argv, PROG, name={"default": "rollout-0", "type": process_name})
     config = read(rest, f"{PROG} [--name rollout-0]", check_server)
     os.environ.update(around_proxy(os.environ, own_hosts(config)))
@@ -113,7 +110,6 @@ async def serve(
     phases: StartPhases,
     early: EarlyProcess | None,
 ) -> int:
-    """Connect, start the engine, work, close everything."""
     with without_collections():
         from rollout.engine.vllm_engine import Engine
 
@@ -141,8 +137,8 @@ async def serve(
 
 
 async def unless_signalled(starting: Awaitable[T]) -> T:
-    """The result of `starting`, which blocks the event loop. If it fails, signals that came meanwhile are handled
-    first: Ctrl-C ends vLLM's process too."""
+    """Await `starting`, which blocks the event loop. On failure, handle pending signals first: Ctrl-C ends vLLM's
+    process too."""
     try:
         return await starting
     except RuntimeError:
@@ -151,7 +147,6 @@ async def unless_signalled(starting: Awaitable[T]) -> T:
 
 
 def seed(config: Config, name: str) -> int:
-    """Each server of a run has its own seed."""
     return (config.run.seed * 1_000_003 + zlib.crc32(name.encode())) % 2**31
 
 
@@ -164,7 +159,6 @@ async def work(
     sets: list[ProblemSet],
     phases: StartPhases,
 ) -> None:
-    """Build the parts around the engine and run the loops."""
     from learner.weights.receiver.follow import Receiver
 
     buffer = RolloutClient(connection, lambda: engine.version)

@@ -1,6 +1,6 @@
-"""How many sequences a rollout server works on at a time: `Places` counts them, one for each sample.
+"""Limits how many samples a rollout server makes at a time.
 
-A sample holds a place until its task has ended: neither while it is scored or stored, nor while it waits for its group.
+A sample holds a place until its task ends, not while it is scored or stored.
 """
 
 import asyncio
@@ -14,19 +14,19 @@ from rollout.tasks.trajectory import Recorded
 
 LENGTHS = 512
 GROWTH_PER_S = 1 / 16
-"""This grows from 32 to 512 sequences in 45 s."""
+"""From 32 to 512 sequences in 45 s."""
 NEARLY = 7 / 8
-"""Places count as all taken at this share, and a cut leaves as many."""
+"""Share at which all places count as taken; a cut leaves as many."""
 LULL_S = 0.25
-"""An Ask that waits for so long finds no group."""
+"""An Ask that takes longer begins a lull."""
 RETRY_S = 60.0
-"""After so long without a preemption one more group is tried."""
+"""Time without a preemption before one more group is tried."""
 
 
 class Places:
-    """`limit` places for groups of `samples`. A lower limit ends no sample that has a place.
+    """Places for groups of `samples`. A lower limit ends no running sample.
 
-    `mean_tokens`: first as expected, then of the samples that finished last.
+    `mean_tokens`: as expected, then of recent samples.
     """
 
     def __init__(self, limit: int, samples: int, mean_tokens: float = 1.0) -> None:
@@ -44,8 +44,7 @@ class Places:
         self._changed.set()
 
     async def room(self) -> int:
-        """Wait for a free place; returns for how many groups. At most `samples - 1` more than `limit` are taken, for
-        which vLLM has room."""
+        """Wait for a free place; return for how many groups, at most `samples - 1` places too many."""
         while self.taken >= self._limit:
             await self.change()
         return -(-(self._limit - self.taken) // self.samples)
@@ -56,7 +55,7 @@ class Places:
 
     @contextmanager
     def asking(self) -> Iterator[None]:
-        """Around an Ask: if it takes long, there is a lull until it is answered."""
+        """Begin a lull if the Ask in the block is slow; its answer ends it."""
         timer = asyncio.get_running_loop().call_later(LULL_S, self.begin_lull)
         try:
             yield
@@ -66,7 +65,6 @@ class Places:
 
     @property
     def parked(self) -> int:
-        """Places that are free because the buffer admits no group."""
         return max(0, self._limit - self.taken) if self.lull else 0
 
     def begin_lull(self) -> None:
@@ -83,7 +81,7 @@ class Places:
 
 
 class GroupPlaces:
-    """The places of a group, each given back once."""
+    """A group's places, each given back once."""
 
     def __init__(self, places: Places) -> None:
         self._places, self._held = places, places.samples
@@ -102,7 +100,7 @@ class GroupPlaces:
 
 
 class SparePlaces:
-    """Places for single samples: `share` of all, at least one, and in a lull whatever is free."""
+    """Places for single samples: `share` of all, at least one; in a lull all that are free."""
 
     def __init__(self, places: Places, share: float) -> None:
         self._places, self._share, self.taken = places, share, 0
@@ -136,14 +134,14 @@ class Fixed:
 
 @dataclass
 class Auto:
-    """`rollout.sequences: auto`. The limit is the smallest of four numbers:
+    """`rollout.sequences: auto`. The limit is the smallest of:
 
-    1. `wanted`: this server's share of a batch, to make a synchronous batch all at once. It grows only while the
-       learner waits and all places are taken, because more sequences make older samples.
+    1. `wanted`: this server's share of a batch. It grows only while the learner waits and all places are taken: more
+       sequences make older samples.
     2. `max_num_seqs`, up to which vLLM has captured CUDA graphs.
     3. `by_kv`: sequences of mean length in the KV cache.
-    4. After preemptions that many fewer, an eighth at most, and no further while more places are taken than the
-       last cut left; then a group more each minute.
+    4. After preemptions as many fewer, at most an eighth, and not again before the cut is reached; then one group more
+       per minute.
     """
 
     wanted: float
@@ -164,7 +162,7 @@ class Auto:
         return {name: max(limit, places.samples) for name, limit in limits.items()}
 
     def adapt(self, now: float, places: Places, engine: Mapping[str, float], learner_waits: bool) -> None:
-        """`learner_waits`: for a batch other than the run's first."""
+        """`learner_waits`: False for the run's first batch."""
         seconds, new = now - (self._seen_at or now), engine["preempted"] - self._preempted
         self._seen_at, self._preempted = now, engine["preempted"]
         limits = self.limits(places)
@@ -180,7 +178,6 @@ class Auto:
 
 
 def start(config: Config, cpu: bool, by_kv: Callable[[float], int]) -> tuple[Places, Fixed | Auto]:
-    """The places at the start, and their rule."""
     wanted = config.rollout.sequences
     if wanted == "auto":
         rule: Fixed | Auto = Auto(share_of_batch(config), max_sequences(config, cpu), by_kv)

@@ -1,4 +1,4 @@
-"""Stops a rollout server: groups in flight are finished or given back. The first signal drains, the second forces."""
+"""Stops a rollout server: the first signal drains, the second forces."""
 
 import asyncio
 import logging
@@ -13,16 +13,16 @@ from rollout.episodes.episode import Episodes, Failure
 
 log = logging.getLogger(__name__)
 REPORT_S = 5.0
-"""Seconds to report to the buffer; later, leases expire."""
+"""Without a report, leases expire."""
 CLOSE_S = 5.0
-"""Seconds of a notice that are left for engine and workers to close."""
+"""Left of a notice to close engine and workers."""
 FORCE_S = 10.0
 FORCED = 130
 RETURNED = Failure("draining: the server stops", returned=True)
 
 
 class Drain:
-    """A signal before there is anything to drain ends the server's main task."""
+    """A signal before there is anything to drain ends the main task."""
 
     def __init__(self, drain_s: float) -> None:
         self.drain_s, self.begun = drain_s, asyncio.Event()
@@ -31,8 +31,7 @@ class Drain:
         self._returning: asyncio.Task[None] | None = None  # kept from the garbage collector
 
     def begin(self, number: int) -> None:
-        """Begin nothing new. After `drain_s`, or what a notice leaves of it, give back what is unfinished; REPORT_S
-        later force the end."""
+        """Give back unfinished groups after `drain_s`, or sooner if a notice is short; REPORT_S later, force."""
         log.info("%s: draining (once more to force quit)", signal.Signals(number).name)
         if self.episodes is None:
             self.force()
@@ -44,7 +43,6 @@ class Drain:
         self._loop.call_later(drain_s + REPORT_S, self.force)
 
     def force(self, number: int = 0) -> None:
-        """Cancel the main task; after FORCE_S seconds end the process."""
         assert self._server is not None
         self._server.cancel()
         self._loop.call_later(FORCE_S, os._exit, FORCED)
@@ -57,7 +55,7 @@ class Drain:
             beginning.cancel()
 
     async def ask(self, buffer: RolloutClient, room: int) -> list[WorkItem] | None:
-        """At most `room` items; None once there are no more or the drain began."""
+        """Return None if no more items come."""
         if self.begun.is_set():
             return None
         asking = asyncio.ensure_future(buffer.ask(room))

@@ -10,8 +10,8 @@ if TYPE_CHECKING:  # reward workers start faster without NumPy
 class EpisodeError(Exception):
     """An attempt at an item failed and is tried again. Tasks may raise it.
 
-    `permanent`: no attempt can succeed. `returned`: the item was not at fault. `origin`: type of the exception behind
-    it.
+    `permanent`: no attempt can succeed. `returned`: the item was not at fault. `origin`: the underlying exception's
+    type.
     """
 
     kind: "FailureKind" = "task"
@@ -34,7 +34,7 @@ class PromptError(EpisodeError):
 
 
 class RewardError(EpisodeError):
-    """An answer could not be scored. Its group fails; it never gets a reward of 0.
+    """An answer could not be scored; its group fails.
 
     `temporary`: a server may answer later.
     """
@@ -44,7 +44,7 @@ class RewardError(EpisodeError):
 
 
 class TeacherError(EpisodeError):
-    """A teacher gave no log-probabilities. The group fails; no token gets a 0."""
+    """A teacher gave no log-probabilities; the group fails."""
 
     def __init__(self, reason: str, temporary: bool = False, origin: str = "") -> None:
         super().__init__(reason, origin=origin)
@@ -64,10 +64,9 @@ class EngineError(EpisodeError, RuntimeError):
 
 
 class ChatRefused(ValueError):
-    """A call of `chat` that cannot be taken. The episode may go on.
+    """A call of `chat` was refused; the episode may go on.
 
-    `code`: mostly OpenAI's. After `context_length_exceeded`, `turns_exceeded` or `time_exceeded` the episode counts as
-    truncated.
+    `code`: mostly OpenAI's. `context_length_exceeded`, `turns_exceeded` and `time_exceeded` truncate the episode.
     """
 
     def __init__(self, reason: str, code: str = "invalid_request_error") -> None:
@@ -76,11 +75,11 @@ class ChatRefused(ValueError):
 
 
 class EngineDead(RuntimeError):
-    """vLLM died, does not answer, or returns what cannot be: the server ends."""
+    """vLLM died, does not answer, or returned impossible values."""
 
 
 def all_errors(error: BaseException) -> Iterator[BaseException]:
-    """The exceptions that are no groups, in order."""
+    """Yield the exceptions that are no groups, in order."""
     if isinstance(error, BaseExceptionGroup):
         for one in error.exceptions:
             yield from all_errors(one)
@@ -89,5 +88,4 @@ def all_errors(error: BaseException) -> Iterator[BaseException]:
 
 
 def first_error(error: BaseException) -> BaseException:
-    """The first exception that is no group: the cause, for people."""
     return next(all_errors(error))

@@ -42,7 +42,6 @@ USAGE = f"usage: {PROG} RUN.yaml [MORE.yaml ...] {FLAGS_SHOWN} [--section.key=va
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line `argv`. Raises ValueError."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     flags, rest = split_flags(argv, PROG, **FLAGS)
     config = read(rest, f"{PROG} {FLAGS_SHOWN}", check_evaluated)
@@ -71,18 +70,17 @@ def main(argv: Sequence[str]) -> int:
 
 
 def say(line: str) -> None:
-    """Print on stderr: stdout has the table alone."""
+    """Print on stderr: stdout has only the table."""
     print_visible(f"evaluate: {line}", sys.stderr)
 
 
 def check_evaluated(config: Config) -> None:
-    """Raise ConfigError if models cannot be evaluated."""
     check_server(config, files=["data.eval"])
     check_scored(config)
 
 
 def chosen_sets(config: Config, models: Sequence[Path], names: Sequence[str] = ()) -> list[ProblemSet]:
-    """The sets of `data.eval` called `names`, or all. Raises ConfigError."""
+    """Return the sets called `names`, or all. Raises ConfigError."""
     if not models:
         raise ConfigError([f"--models: name one or more folders in Hugging Face format; {USAGE}"])
     if not config.data.eval:
@@ -97,7 +95,7 @@ def chosen_sets(config: Config, models: Sequence[Path], names: Sequence[str] = (
 
 
 def absence(folder: Path) -> str:
-    """Why `folder` cannot be evaluated, or ""."""
+    """Return why `folder` cannot be evaluated, or ""."""
     if (folder / "adapter_config.json").is_file():
         return ""
     if (folder / "config.json").is_file():
@@ -108,7 +106,6 @@ def absence(folder: Path) -> str:
 
 
 def served(config: Config, models: Sequence[Path]) -> Config:
-    """`config` for an engine that serves `models`. Raises ValueError."""
     from rollout.engine.lora.adapter_folder import evaluated_as  # takes seconds
 
     return evaluated_as(config, models)
@@ -121,7 +118,6 @@ async def evaluate(
     models: Sequence[Path],
     early: EarlyProcess | None = None,
 ) -> list[dict[str, Any]]:
-    """Start an engine, evaluate each model, close the engine."""
     with without_collections():
         from rollout.engine.vllm_engine import Engine
 
@@ -136,7 +132,6 @@ async def evaluate(
 async def evaluate_models(
     config: Config, setup: RolloutSetup, engine: "Engine", sets: Sequence[ProblemSet], models: Sequence[Path]
 ) -> list[dict[str, Any]]:
-    """One record for each model and set, printed as soon as it is known."""
     at_once = config.rollout.sequences
     places = Places(max_sequences(config, on_cpu(config)) if at_once == "auto" else at_once, samples=1)
     table = Table(sets, models)
@@ -153,7 +148,6 @@ async def evaluate_models(
 
 
 def record_of(model: str, problems: ProblemSet, played: Played) -> dict[str, Any]:
-    """What the report has of a model and a set."""
     samples, figures = problems.given.samples, dict(played.figures)
     counts = {name: int(figures.pop(name)) for name in ("problems", "failed")}
     return {

@@ -1,4 +1,4 @@
-"""The two loops of a rollout server. If either fails, the process ends with the cause."""
+"""The two loops of a rollout server. If either fails, the process ends."""
 
 import asyncio
 import logging
@@ -19,11 +19,10 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 Ask = Callable[[int], Awaitable[list[WorkItem] | None]]
-"""At most this many items, at least one; None: there will be no more."""
+"""Returns 1 to this many items, or None at the end."""
 
 
 async def roll(ask: Ask, buffer: RolloutClient, episodes: Episodes, places: Places) -> None:
-    """Ask for as many items as there are places for and make each a group."""
     async with asyncio.TaskGroup() as groups:
         while True:
             room = await places.room()
@@ -39,14 +38,12 @@ async def roll(ask: Ask, buffer: RolloutClient, episodes: Episodes, places: Plac
 
 
 async def make_group(item: WorkItem, buffer: RolloutClient, episodes: Episodes, held: GroupPlaces) -> None:
-    """Deliver the item's group, or report its failure."""
     outcome = await episodes.run(item, held.free_one)
     await outcome.deliver(buffer, item)
 
 
 async def follow(weights: "PolicyUpdates", engine: "Engine", evaluator: "Evaluator") -> None:
-    """Load each new policy; unfinished sequences go on under it. A policy that this server evaluates stays until that
-    is done."""
+    """Load each new policy; unfinished sequences go on under it. An evaluation keeps its policy until it ends."""
     async with aclosing(weights.receiver.policies()) as policies:
         async for policy in policies:
             async with evaluator.steady:
@@ -60,8 +57,10 @@ async def follow(weights: "PolicyUpdates", engine: "Engine", evaluator: "Evaluat
 
 
 async def until_last(weights: "PolicyUpdates", evaluator: "Evaluator", timeout_s: float) -> None:
-    """Wait until the last policy is in use and evaluated, or `timeout_s` without progress. Time in which this
-    process is stopped does not count."""
+    """Wait until the last policy is in use and evaluated, or for `timeout_s` without progress.
+
+    Time in which this process is stopped does not count.
+    """
     waits = True
     while waits and not weights.last.is_set():
         last = asyncio.ensure_future(weights.last.wait())

@@ -133,6 +133,12 @@ def measured_here() -> dict[str, Any]:
     }
 
 
+def earlier(file: Path) -> list[dict[str, Any]]:
+    """The rows in `file` that may stand beside those measured now."""
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    return found["rows"] if measured_here().items() <= found.items() else []
+
+
 def write(
     out: Path, module: str, rows: list[dict[str, Any]], show: bool = True, measured: dict[str, Any] | None = None
 ) -> None:

@@ -1,4 +1,4 @@
-"""Which columns a row must have, other names for them, values in types of MessagePack."""
+"""Which columns a row must have, their other names, and values in types of MessagePack."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from datetime import date, datetime, time
@@ -26,21 +26,21 @@ DEMONSTRATIONS = {
 
 
 class ProblemsError(ConfigError):
-    """A source of problems cannot be trained on; the text names key, file and remedy."""
+    """A source that cannot be trained on; the text names key, file and remedy."""
 
     def __init__(self, reason: str) -> None:
         super().__init__([reason])
 
 
 class ColumnRules:
-    """`renamed`: as `data.columns`. `demonstrations`: the rows are answers to learn from."""
+    """`renamed`: as `data.columns`. `demonstrations`: rows are answers to learn from."""
 
     def __init__(self, renamed: Mapping[str, str], truth: bool = True, demonstrations: bool = False) -> None:
         self.renamed, self.truth, self.demonstrations = dict(renamed), truth, demonstrations
         self._given = {given: ours for ours, given in self.renamed.items()}
 
     def ours(self, name: str) -> str | None:
-        """None for a column whose name another one takes, and for `reward_model` beside an `answer` that is named."""
+        """None for a column whose name another one takes, and for `reward_model` beside a named `answer`."""
         if name == "reward_model" and "answer" in self.renamed and name not in self.renamed:
             return self._given.get(name)
         return self._given.get(name, None if name in self.renamed else name)
@@ -90,7 +90,7 @@ class ColumnRules:
 
 
 def is_missing(value: Any) -> bool:
-    """NaN is the mark of pandas for an empty cell."""
+    """pandas marks an empty cell by NaN."""
     return value is None or (isinstance(value, float) and isnan(value))
 
 
@@ -104,7 +104,7 @@ def _demonstrated(names: Sequence[str], where: str) -> tuple[str, ...]:
 
 
 def require_servable(row: dict[str, Any], where: str) -> None:
-    """The row need not be `plain` yet. Raises ProblemsError."""
+    """Raises ProblemsError. The row need not be `plain` yet."""
     reason = unservable(row)
     if reason and not is_deep(row):
         reason = unservable(plain(row))  # whole numbers beyond 64 bits become text
@@ -113,7 +113,6 @@ def require_servable(row: dict[str, Any], where: str) -> None:
 
 
 def plain(value: Any) -> Any:
-    """The value in types that MessagePack has."""
     if isinstance(value, Mapping):
         return {str(key): plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):

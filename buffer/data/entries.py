@@ -1,8 +1,7 @@
 """`python -m buffer.data.entries`: makes and scores entries of reasoning-gym; the child of an `EntryMaker`.
 
-Some sets take a second for an entry, which must not stop the buffer. Some make other entries under another hash seed,
-or draw from Python's global random numbers: the parent sets PYTHONHASHSEED, and the global seed is set before each
-entry.
+Some sets take a second for an entry. Some make other entries under another hash seed or global random seed, so both are
+set.
 """
 
 import copy
@@ -40,7 +39,6 @@ class TakesTooLong(BaseException):
 
 @lru_cache(maxsize=64)
 def data_set(name: str, config: str) -> Any:
-    """The set of that name and config (JSON)."""
     from reasoning_gym import create_dataset
     from reasoning_gym.factory import DATASETS
 
@@ -58,13 +56,12 @@ def data_set(name: str, config: str) -> Any:
         raise RequestError(f"{name} has no {unknown[0]}; it has {', '.join(known)}")
     try:
         return create_dataset(name, **values)
-    except Exception as error:  # a set checks its config in its own way
+    except Exception as error:  # a set checks its own config
         raise RequestError(f"{name} refuses its config: {type(error).__name__}: {error}") from None
 
 
 @lru_cache(maxsize=256)
 def entry(name: str, config: str, index: int) -> dict[str, Any]:
-    """An entry of a set."""
     made = data_set(name, config)
     random.seed(index)
     if "numpy" in sys.modules:
@@ -82,20 +79,21 @@ def about(name: str, config: str) -> dict[str, Any]:
 
 
 def sha256(text: str) -> str:
-    """The SHA-256 of a text, in hexadecimal."""
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def row(name: str, config: str, index: int) -> dict[str, Any]:
-    """The question of an entry, and its answer where that is text."""
     made = entry(name, config, index)
     question, answer = str(made["question"]), made.get("answer")
     return {"question": question, "sha256": sha256(question)} | ({"answer": answer} if isinstance(answer, str) else {})
 
 
 def score(name: str, config: str, index: int, question: str, text: str, longest_s: float = ENTRY_S) -> dict[str, Any]:
-    """Score an answer with the set's own code. If that raises, the answer counts as empty. If it takes more than
-    `longest_s` of processor time, SIGPROF ends this process. Raises RequestError if the entry's question is another."""
+    """Score an answer with the set's own code.
+
+    If that raises, the answer counts as empty. Beyond `longest_s` of processor time, SIGPROF ends this process. Raises
+    RequestError if the entry's question is another.
+    """
     from reasoning_gym.utils import extract_answer
 
     made = entry(name, config, index)
@@ -107,7 +105,7 @@ def score(name: str, config: str, index: int, question: str, text: str, longest_
     try:
         answer = extract_answer(text)
         reward = float(of_set(answer, copy.deepcopy(made)))
-    except Exception:  # some sets parse an answer without care: the policy's fault, not the run's
+    except Exception:  # some sets parse without care: the policy's fault, not the run's
         reward, answer = float(of_set(None, copy.deepcopy(made))), None
     finally:
         signal.setitimer(signal.ITIMER_PROF, 0)
@@ -115,7 +113,7 @@ def score(name: str, config: str, index: int, question: str, text: str, longest_
 
 
 def start() -> dict[str, Any]:
-    """Import the package, which takes a second."""
+    """The import takes a second."""
     importlib.import_module("reasoning_gym.factory")
     return {}
 
@@ -124,13 +122,13 @@ VERBS: dict[str, Callable[..., dict[str, Any]]] = {"start": start, "about": abou
 
 
 def answered(verb: str, arguments: list[Any]) -> dict[str, Any]:
-    """The answer to a request, or the error as `{"error": ...}`."""
+    """Return the answer, or the error as `{"error": ...}`."""
     signal.alarm(ENTRY_S)
     try:
         return VERBS[verb](*arguments)
     except TakesTooLong:
         return {"error": f"{' '.join(map(str, [verb, *arguments[:3]]))} took longer than {ENTRY_S} s"}
-    except Exception as error:  # the outermost boundary of a request: a set's code may raise anything
+    except Exception as error:  # the outermost boundary of a request
         who = "" if isinstance(error, RequestError) else f"{verb} {arguments[:1]}: {type(error).__name__}: "
         return {"error": " ".join(f"{who}{error}".split())[:500]}
     finally:
@@ -138,12 +136,11 @@ def answered(verb: str, arguments: list[Any]) -> dict[str, Any]:
 
 
 def late(number: int, frame: object) -> None:
-    """Ends what takes too long."""
     raise TakesTooLong
 
 
 def main() -> None:
-    """Answer requests until stdin ends, what is asked ahead of its need last."""
+    """Answer requests until stdin ends, those ahead of their need last."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # ^C reaches the whole terminal: the parent decides
     signal.signal(signal.SIGALRM, late)
     asked: queue.PriorityQueue[list[Any]] = queue.PriorityQueue()
@@ -157,7 +154,7 @@ def main() -> None:
 
 
 def listen(asked: "queue.PriorityQueue[list[Any]]") -> None:
-    """Nobody who asks waits for the pipe."""
+    """The parent must not wait for the pipe."""
     for line in sys.stdin:
         asked.put(json.loads(line))
     os._exit(0)

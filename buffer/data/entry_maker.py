@@ -1,5 +1,4 @@
-"""Entries of reasoning-gym from a process of its own (`entries.py`), so that slow sets do not stop who asks for
-them."""
+"""Makes entries of reasoning-gym in a process of its own, because sets may be slow."""
 
 import atexit
 import json
@@ -20,7 +19,7 @@ from configs.data.sources import GeneratedSet
 from configs.own_packages import command
 
 KEPT = 16_384
-"""As many rows as are open at a time, and more."""
+"""More rows than are open at a time."""
 HASH_SEED = "0"
 """PYTHONHASHSEED wherever entries are made."""
 
@@ -32,15 +31,13 @@ class EntryError(ValueError):
 
 
 class MakerEnded(EntryError):
-    """The process ended before it answered, with this exit code."""
-
     def __init__(self, code: int) -> None:
         super().__init__(f"the process that makes entries ended with exit code {code}")
         self.code = code
 
 
 class EntryMaker:
-    """The process starts at the first request, restarts if it has ended, and ends with this process."""
+    """The process starts at the first request, restarts if it ended, and ends with this one."""
 
     def __init__(self, arguments: Sequence[str] = command("buffer.data.entries")[1:]) -> None:
         self._arguments = arguments
@@ -50,7 +47,7 @@ class EntryMaker:
         self._lock = threading.Lock()
 
     def ask(self, verb: str, *arguments: Any, ahead: bool = False) -> "Future[dict[str, Any]]":
-        """Requests `ahead` of their need come after all others. The answer may raise EntryError."""
+        """Requests `ahead` of their need come last. The answer may raise EntryError."""
         answer: Future[dict[str, Any]] = Future()
         with self._lock:
             if self._process is None or self._process.poll() is not None:
@@ -103,7 +100,6 @@ class EntryMaker:
 
 @cache
 def entry_maker() -> EntryMaker:
-    """The one of this process."""
     maker = EntryMaker()
     atexit.register(maker.close)
     return maker
@@ -123,7 +119,7 @@ class GeneratedRows:
         self.set, self._config = made, json.dumps(made.config, sort_keys=True)
         self._rows: OrderedDict[int, Future[dict[str, Any]]] = OrderedDict()
         self._retried: set[int] = set()
-        """Rows that were lost with the process and asked for again."""
+        """Rows lost with the process and asked for again."""
         self.on_made: Callable[[], object] = lambda: None
         """Called by a thread."""
         self.version = str(entry_maker().ask("about", made.name, self._config).result()["version"])
@@ -136,7 +132,7 @@ class GeneratedRows:
             self._retried.discard(self._rows.popitem(last=False)[0])
 
     def is_made(self, index: int) -> bool:
-        """A row that was lost is asked for again once, since it may be what ends the process."""
+        """A lost row is asked for again once, since it may be what ends the process."""
         if self._lost(index) and index not in self._retried:
             again = [row for row in self._rows if self._lost(row) and row not in self._retried]
             self._retried.update(again)

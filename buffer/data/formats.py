@@ -1,7 +1,6 @@
-"""Reads one data file: parquet, JSON lines, JSON, CSV; text also packed by gzip.
+"""Reads one data file: parquet, JSON lines, JSON, CSV; text also with gzip.
 
-Images are kept apart from the rows, so that none stays in memory. Raises ProblemsError, in one line; OSError for a file
-that cannot be read.
+Images are apart from the rows, so that none stays in memory. Raises ProblemsError, OSError.
 """
 
 import csv
@@ -37,9 +36,9 @@ TOO_DEEP = f"it is nested more than {MOST_NESTED} levels deep"
 TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[][{},]')
 """JSON strings, brackets and commas."""
 TEXTS = ("prompt", "problem", "answer", "data_source")
-"""Text whatever is in them: `007` stays `007`."""
+"""These columns are text: `007` stays `007`."""
 EXACT = 2.0**53
-"""From here on a float may be another number than the digits that were written."""
+"""Larger floats may differ from the written digits."""
 MOST_BLOCK = 2**30
 
 Found = Iterable[tuple[Any, Any]]
@@ -47,8 +46,6 @@ Found = Iterable[tuple[Any, Any]]
 
 
 class FileRows(NamedTuple):
-    """The rows of one file."""
-
     number: int
     row: Callable[[int], dict[str, Any]]
     """By index, without images."""
@@ -63,7 +60,7 @@ class FileRows(NamedTuple):
 
 
 def read(path: Path, rules: ColumnRules, where: str, index: Path | None = None) -> FileRows:
-    """`where` introduces errors. `index`: folder in which the places of JSON lines are kept."""
+    """`where` introduces errors. `index`: folder for the places of JSON lines."""
     kind = kind_of(path)
     with path.open("rb") as opened:
         if opened.read(len(POINTER)) == POINTER:
@@ -123,7 +120,7 @@ def _table(
 
 
 def _require_servable(table: pa.Table, where: str) -> None:
-    """Looks only at columns of rare types, unless some text is not UTF-8 or some value is very long."""
+    """Looks at columns of rare types, unless a text is not UTF-8 or a value is very long."""
     doubtful = [field.name for field in table.schema if not _is_plain(field.type)]
     try:
         table.validate(full=True)
@@ -143,7 +140,7 @@ def _require_servable(table: pa.Table, where: str) -> None:
 
 
 def _is_plain(kind: pa.DataType) -> bool:
-    """Every valid value of the type can be served, unless it is too long."""
+    """Every valid value can be served, unless it is too long."""
     types = pa.types
     if types.is_struct(kind):
         names = [field.name for field in kind]
@@ -156,7 +153,7 @@ def _is_plain(kind: pa.DataType) -> bool:
 
 
 def _longest(column: pa.ChunkedArray) -> float:
-    """Relative to the limit."""
+    """A share of the limit."""
     kind, types = column.type, pa.types
     if types.is_struct(kind):
         return max((_longest(pc.struct_field(column, [at])) for at in range(kind.num_fields)), default=0)
@@ -184,7 +181,7 @@ def _require_filled(column: pa.ChunkedArray, name: str, where: str) -> None:
 
 
 def _json_lines(data: bytes, rules: ColumnRules, where: str, folder: Path | None) -> FileRows:
-    """Lines with an index were checked when it was written; rows with images have none."""
+    """Lines with an index were checked before."""
     index = LineIndex(folder, data, [rules.renamed, rules.truth]) if folder else None
     line_of = _line_numbers(data)
     if index and (bounds := index.read()) is not None:
@@ -194,7 +191,7 @@ def _json_lines(data: bytes, rules: ColumnRules, where: str, folder: Path | None
     with_images = _checked(numbered, rules, where, "one object per line")
     bounds = bounds_of(lines)
     if index and not with_images:
-        with suppress(OSError):  # a full disk costs the next start its seconds; opening the ledger reports it
+        with suppress(OSError):  # only the next start is slower; opening the ledger reports a full disk
             index.write(bounds)
     return _rows_of(_Lines(data, bounds), rules, where, with_images)._replace(line=line_of)
 
@@ -210,7 +207,7 @@ def _line_numbers(data: bytes) -> Callable[[int], int]:
 
 
 class _Lines(Sequence[bytes]):
-    """A million `bytes` of their own would take half as much memory again."""
+    """A million `bytes` objects would take half as much memory again."""
 
     def __init__(self, data: bytes, bounds: Sequence[int]) -> None:
         self._data, self._bounds = data, bounds
@@ -327,7 +324,7 @@ def _elements(text: str) -> Iterator[str]:
 
 
 def _csv_table(data: bytes, delimiter: str, texts: Sequence[str]) -> pa.Table:
-    """One block, so that types are those of all rows and no cell is too long. `texts`: columns that stay as written."""
+    """One block, so that types are those of all rows and no cell is too long."""
     return pc_csv.read_csv(
         pa.BufferReader(data),
         read_options=pc_csv.ReadOptions(block_size=min(len(data) + 1, MOST_BLOCK)),
@@ -342,7 +339,7 @@ def _csv_table(data: bytes, delimiter: str, texts: Sequence[str]) -> pa.Table:
 
 
 def _is_changed(column: pa.ChunkedArray, texts: pa.ChunkedArray) -> bool:
-    """Whether a column is not what was written: `007`, more digits than a float has, times."""
+    """Whether a column is not as written: `007`, digits beyond a float, times."""
     types, kind = pa.types, column.type
     if types.is_integer(kind):
         return bool(pc.any(pc.not_equal(pc.cast(column, pa.string()), pc.utf8_trim_whitespace(texts))).as_py())

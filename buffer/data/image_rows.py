@@ -1,7 +1,7 @@
 """Where the images of a data file's rows are, and what is wrong with them.
 
-A path is read when its row is dispatched. The row groups of a parquet file are compressed as a whole: its images are
-copied to a temporary file, so that none takes memory.
+A path is read when its row is dispatched. A parquet file's images are copied to a temporary file, because it compresses
+row groups as a whole.
 """
 
 import errno
@@ -19,26 +19,28 @@ from buffer.data.images import ImageError, counted, source_size
 IMAGES, MARK = "images", "<image>"
 KINDS = "bytes, a path, or a struct with one of the two as `bytes` or `path`"
 LASTING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG}
-"""Errors that stay until a person mends them. Others may end by themselves, as a file share comes back."""
+"""A person must mend these. Others may end by themselves, as when a file share comes back."""
 
 
 class ImageUnavailable(ImageError):
-    """An image file that cannot be read now, and perhaps soon."""
+    """The file may be there again soon."""
 
 
 class ImagePlace(NamedTuple):
-    """In the file `path`, or without one in the copy."""
+    """In the file `path`, or else in the copy."""
 
     position: int
     size: int
     path: str = ""
     written_at: int = 0
-    """In nanoseconds."""
+    """Nanoseconds."""
 
 
 class ImageFiles(Sequence[bytes]):
-    """The images of one row, each read when it is asked for. Raises ImageError for a file that is gone or changed since
-    the start, ImageUnavailable while its file share is away."""
+    """The images of one row, each read when it is asked for.
+
+    Raises ImageError for a file that is gone or changed, ImageUnavailable while its file share is away.
+    """
 
     def __init__(self, places: Sequence[ImagePlace], copy: mmap.mmap | bytes) -> None:
         self._places, self._copy = places, copy
@@ -74,8 +76,8 @@ class ImageFiles(Sequence[bytes]):
 
 
 class ImageRows:
-    """`every`: the images of each so many rows are looked at. `room`: a folder on the disk that the copy goes to.
-    Raises ImageError; OSError where the disk is full."""
+    """`every`: of so many rows, one row's images are looked at. `room`: a folder for the copy. Raises ImageError,
+    OSError."""
 
     def __init__(
         self, found: Iterable[tuple[Any, Any]], folder: Path, most: int, every: int = 1, room: Path | None = None
@@ -98,7 +100,7 @@ class ImageRows:
             draft.flush()
             if draft.tell():
                 self._copy = mmap.mmap(draft.fileno(), 0, prot=mmap.PROT_READ)
-        if self._places and mismatch:  # where no row has images, it is text like any other
+        if self._places and mismatch:  # else it is text like any other
             raise ImageError(f"{mismatch}, or leave it out")
 
     def of(self, row: int) -> ImageFiles | None:
@@ -151,7 +153,7 @@ class ImageRows:
 
 
 class JoinedImages:
-    """`parts`: the number of a file's first row, what introduces its errors, and its images."""
+    """`parts`: a file's first row, what introduces its errors, its images."""
 
     def __init__(self, parts: Sequence[tuple[int, str, ImageRows]]) -> None:
         self._starts, self._parts = [start for start, _, _ in parts], [images for _, _, images in parts]
@@ -167,7 +169,7 @@ class JoinedImages:
 
 
 def read_file(path: str) -> tuple[bytes, int]:
-    """Its bytes, and when it was written, in nanoseconds. Raises ImageError, ImageUnavailable."""
+    """Bytes, and when they were written, in ns. Raises ImageError, ImageUnavailable."""
     try:
         with open(path, "rb") as file:
             return file.read(), os.fstat(file.fileno()).st_mtime_ns
@@ -177,7 +179,7 @@ def read_file(path: str) -> tuple[bytes, int]:
 
 
 def num_slots(text: Any) -> int:
-    """Counts MARK in a problem or message, and parts of type `image` in a message."""
+    """Counts MARK in a text, and parts of type `image` in a message."""
     if isinstance(text, str):
         return text.count(MARK)
     if isinstance(text, Mapping):
@@ -187,7 +189,6 @@ def num_slots(text: Any) -> int:
 
 
 def described(image: Any) -> str:
-    """What stands where an image should, in words."""
     if isinstance(image, Mapping) and not {"bytes", "path"} & set(image):
         return f"a struct of {', '.join(map(str, image)) or 'nothing'}"
     return "empty" if image is None or isinstance(image, Mapping | str | bytes) else type(image).__name__

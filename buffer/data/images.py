@@ -1,7 +1,6 @@
 """How a vision-language model sees an image.
 
-Rollout servers and the learner turn the same file into the same pixels with `decode`, so only the file travels, and a
-digest of the pixels shows that both ends saw the same.
+`decode` makes the same pixels of a file for servers and learner, so only the file travels, with a digest of the pixels.
 """
 
 import hashlib
@@ -24,11 +23,11 @@ from configs.load import ConfigError
 from configs.schema import Config, DataConfig
 
 FILE_KINDS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
-"""PIL would run other programs for some further formats."""
+"""PIL would run other programs for some others."""
 MAX_ASPECT = 200
 """As in transformers' `smart_resize`."""
 MAX_SOURCE_PIXELS = 89_478_485
-"""PIL's own bound against files that decompress to gigabytes."""
+"""PIL's own bound against files that grow to gigabytes."""
 BROKEN = (
     *(OSError, EOFError, SyntaxError, ValueError, LookupError, TypeError, ArithmeticError, MemoryError),
     *(NotImplementedError, struct.error, zlib.error, Image.DecompressionBombError, Image.DecompressionBombWarning),
@@ -36,7 +35,7 @@ BROKEN = (
 
 
 class ImageError(ValueError):
-    """An image that no model can be shown; one line for people."""
+    """An image that no model can be shown; one line."""
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,7 @@ class ImageFormat:
     def of(
         cls, model_path: str, data: DataConfig, freeze: tuple[str, ...] = (), text_alone: bool = False
     ) -> "ImageFormat | None":
-        """None for a model that is trained on text alone. Raises ConfigError."""
+        """None for a model of text alone. Raises ConfigError."""
         config = read_model_file(model_path, "config.json")
         if config is None:
             raise ConfigError([f"model.path: {model_path}: has no config.json; name a folder in Hugging Face format"])
@@ -98,7 +97,7 @@ class ImageFormat:
     def _from(
         cls, config: dict[str, Any], vision: dict[str, Any], given: dict[str, Any], data: DataConfig
     ) -> "ImageFormat":
-        """Hub models of Qwen2.5-VL call the bounds `min_pixels`, `max_pixels`, later ones `size`."""
+        """Qwen2.5-VL calls the bounds `min_pixels` and `max_pixels`, later models `size`."""
         size, least, most = given.get("size") or {}, data.min_pixels, data.max_pixels
         own_least = given["min_pixels"] if given.get("min_pixels") else size["shortest_edge"]
         own_most = given["max_pixels"] if given.get("max_pixels") else size["longest_edge"]
@@ -126,7 +125,6 @@ class ImageFormat:
     def _of_squares(
         cls, model_path: str, config: dict[str, Any], given: dict[str, Any], data: DataConfig
     ) -> "ImageFormat":
-        """One number of tokens for all images."""
         vision, tokens = config["vision_config"], config["mm_tokens_per_image"]
         side, patch = vision["image_size"], vision["patch_size"]
         merge, area = side // patch // isqrt(tokens), side**2
@@ -154,12 +152,11 @@ class ImageFormat:
 
     @property
     def mutual(self) -> bool:
-        """The tokens of an image see those after them too."""
+        """Tokens of an image see later ones too."""
         return self.model_type in MUTUAL
 
     @property
     def padding(self) -> str:
-        """Text before and after an image."""
         return "\n\n" if self.mutual else ""
 
     @property
@@ -230,25 +227,24 @@ class Picture:
         return np.stack([levels[:, colour][self.pixels[:, :, colour]] for colour in range(3)])
 
     def patches(self, levels: np.ndarray | None = None) -> np.ndarray:
-        """[patches, 3 * temporal * patch²]: transformers' `pixel_values`. `levels`: [256, 3], what each byte becomes
-        instead."""
+        """[patches, 3 * temporal * patch²]: transformers' `pixel_values`. `levels`: [256, 3], what each byte becomes."""
         cells, form = self.cells(), self.format
         levels = form.levels() if levels is None else levels
         values = np.empty((len(cells), 3, form.temporal, form.patch**2), levels.dtype)
-        for colour in range(3):  # one after the other takes half as long as all at once
+        for colour in range(3):  # takes half as long as all at once
             values[:, colour] = levels[:, colour][cells[:, colour]][:, None]
         return values.reshape(len(cells), -1)
 
 
 class SeenImage(NamedTuple):
-    """An image among tokens; its placeholders are those from `start` on."""
+    """Placeholders of the image begin at `start`."""
 
     start: int
     picture: Picture
 
 
 def decode(data: bytes, form: ImageFormat) -> Picture:
-    """Raises ImageError, in one line."""
+    """Raises ImageError."""
     image = _opened(data)
     try:
         upright = _rgb(ImageOps.exif_transpose(image))
@@ -260,7 +256,7 @@ def decode(data: bytes, form: ImageFormat) -> Picture:
 
 
 def source_size(data: bytes) -> tuple[int, int]:
-    """Upright, without decoding the image. Raises ImageError."""
+    """Upright (height, width), without decoding. Raises ImageError."""
     image = _opened(data)
     try:
         turned = image.getexif().get(ORIENTATION, 1) in TURNED
@@ -270,7 +266,7 @@ def source_size(data: bytes) -> tuple[int, int]:
 
 
 def _token(config: dict[str, Any], name: str) -> int:
-    """Files call it `NAME_index` or `NAME_id`."""
+    """`NAME_index` or `NAME_id`."""
     index = config.get(f"{name}_index")
     return int(config[f"{name}_id"] if index is None else index)
 
@@ -294,12 +290,12 @@ def _unlike_squares(config: dict[str, Any], given: dict[str, Any], merge: int) -
 
 
 def counted(number: int, noun: str) -> str:
-    """Example: `counted(1, "image")` is `1 image`, `counted(1000, "row")` is `1,000 rows`."""
+    """`counted(1, "image")` is `1 image`, `counted(1000, "row")` is `1,000 rows`."""
     return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 ORIENTATION, TURNED = 0x0112, (5, 6, 7, 8)
-"""Values of the EXIF tag for which height and width change places."""
+"""EXIF values for which height and width change places."""
 
 
 def _opened(data: bytes) -> Image.Image:
@@ -328,7 +324,6 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 
 def read_model_file(model_path: str, name: str) -> dict[str, Any] | None:
-    """A JSON file of a model; None if the model has none of that name."""
     try:
         file = _file(model_path, name)
         found = json.loads(file.read_text(encoding="utf-8")) if file else None
@@ -343,7 +338,7 @@ def _file(model_path: str, name: str) -> Path | None:
     file = Path(model_path) / name
     if file.parent.is_dir():
         return file if file.exists() else None
-    from huggingface_hub import hf_hub_download  # a model in a folder does not pay for the import
+    from huggingface_hub import hf_hub_download  # slow
     from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
 
     try:

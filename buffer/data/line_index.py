@@ -1,7 +1,7 @@
-"""Where the rows of a file of JSON lines begin and end, so that a restart need not check each row again.
+"""Where the rows of a JSON lines file are, so that a restart need not check each again.
 
-Parsing a million rows takes three seconds, reading their index 20 ms. The name of an index is a digest of the data and
-of the rules by which the rows were checked.
+Parsing a million rows takes three seconds, reading their index 20 ms. A digest of the data and of the rules names an
+index.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ DIGEST_BYTES = 32
 
 
 class LineIndex:
-    """`rules` are whatever else decides whether a row is accepted."""
+    """`rules`: whatever else decides whether a row is accepted."""
 
     def __init__(self, folder: Path, data: bytes, rules: object) -> None:
         self._size = len(data)
@@ -27,7 +27,7 @@ class LineIndex:
         self.path = folder / f"{name[:32]}.rows"
 
     def read(self) -> "array[int] | None":
-        """Begin and end of each row, alternating; None if they have to be found anew."""
+        """Begin and end of each row, alternating; None without a sound index."""
         try:
             found = self.path.read_bytes()
         except OSError:

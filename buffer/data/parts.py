@@ -71,7 +71,7 @@ def _generated(source: MixedSource, found: GeneratedSet, where: str) -> SourcePa
 
 
 def _require_alike(first: SourcePart, part: SourcePart) -> None:
-    """A column without any value fits all types."""
+    """A column without values fits all types."""
     ours, theirs = first.rows.types, part.rows.types
     if ours is None or theirs is None:
         return
@@ -83,18 +83,17 @@ def _require_alike(first: SourcePart, part: SourcePart) -> None:
 
 
 def digest_of(parts: Sequence[SourcePart]) -> str:
-    """The digest of a single part, or the SHA-256 of the digests of all parts in order."""
     digests = [part.digest for part in parts]
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 
 
 class JoinedRows:
-    """The rows of several parts, numbered on from one to the next."""
+    """The rows of several parts, numbered on."""
 
     def __init__(self, parts: Sequence[SourcePart]) -> None:
         self.parts = parts
         self.starts = list(accumulate((part.rows.number for part in parts), initial=0))
-        """The last one is the number of all rows."""
+        """The last is the number of rows."""
 
     def _place(self, index: int) -> tuple[int, int]:
         part = bisect_right(self.starts, index) - 1
@@ -110,7 +109,7 @@ class JoinedRows:
         return self.parts[part].rows.row(row)
 
     def name(self, index: int) -> str:
-        """Example: `data/train.jsonl line 14`; rows are counted from 0."""
+        """As `data/train.jsonl line 14`; rows are counted from 0."""
         part, row = self._place(index)
         line = self.parts[part].rows.line
         return f"{self.parts[part].path} row {row}" if line is None else f"{self.parts[part].path} line {line(row)}"

@@ -1,4 +1,4 @@
-"""Checks whether a row can be stored, sent, and read by a rollout server, before any row is dispatched."""
+"""Whether a row can be stored, sent, and read by a rollout server."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -14,7 +14,7 @@ NESTING = (dict, list)
 
 
 def unservable(row: dict[str, Any]) -> str:
-    """Why not, in one line, or "". `row` has the types of `columns.plain`."""
+    """Why not, or "". `row` has the types of `columns.plain`."""
     if is_deep(row):
         return f"it is nested more than {MOST_NESTED} levels deep"
     try:
@@ -27,7 +27,7 @@ def unservable(row: dict[str, Any]) -> str:
 
 
 def is_deep(value: Any, levels: int = MOST_NESTED) -> bool:
-    """Not recursive."""
+    """Without recursion."""
     level = [value]
     for _ in range(levels + 1):
         inside = [one.values() if isinstance(one, dict) else one for one in level if isinstance(one, NESTING)]

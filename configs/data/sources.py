@@ -1,7 +1,4 @@
-"""What `data.train` and `data.eval` name: files, a set of reasoning-gym, or several with weights.
-
-`buffer/problems.py` reads what is in the files.
-"""
+"""What `data.train` and `data.eval` name: files, sets of reasoning-gym, or several with weights."""
 
 import ast
 import glob
@@ -26,7 +23,7 @@ SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 GZIPPED = ".gz"
 TRUTHLESS = ("none", "task", "judge", "reward_model", "reasoning_gym", "regex", "length")
 READS_TRUTH = {"ground_truth", "ground_truths", "reward_input", "reward_inputs"}
-"""By these a user's reward function gets the ground truth."""
+"""Arguments for the ground truth."""
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
@@ -38,7 +35,7 @@ class SourceError(ValueError):
 
 
 class GeneratedSet(NamedTuple):
-    """A set of reasoning-gym: its name and its config, `size` and `seed` among it."""
+    """A set of reasoning-gym, `size` and `seed` in its config."""
 
     name: str
     config: dict[str, Any]
@@ -52,7 +49,7 @@ class GeneratedSet(NamedTuple):
 
 
 def parts_of(source: Source) -> list[MixedSource]:
-    """The parts of a source, in order: one without weight for a path or a name."""
+    """The parts of a source: one for a path or a name. Raises SourceError."""
     parts = [MixedSource(path=Path(source))] if isinstance(source, Path | str) else list(source)
     unweighted = [part for part in parts if part.weight is None]
     if unweighted and len(unweighted) < len(parts):
@@ -61,13 +58,12 @@ def parts_of(source: Source) -> list[MixedSource]:
 
 
 def source_name(source: Source) -> str:
-    """A source in a few words."""
     parts = [source] if isinstance(source, Path | str) else [part.path for part in source]
     return f"{parts[0]}{f' and {len(parts) - 1} more' if len(parts) > 1 else ''}"
 
 
 def generated(source: Path | str) -> GeneratedSet | None:
-    """The set that `reasoning_gym:NAME?size=N&seed=S&...` names; None for a path. Raises SourceError."""
+    """The set that `reasoning_gym:NAME?size=N&seed=S&...` names; None for a path."""
     text = str(source)
     if not text.startswith(GENERATED):
         return None
@@ -89,7 +85,7 @@ def generated(source: Path | str) -> GeneratedSet | None:
 
 
 def files_of(source: Path | str) -> list[Path]:
-    """Raises SourceError."""
+    """Data files of a path, folder or glob. Raises SourceError."""
     path = Path(source)
     if path.is_file():
         _require_known(path)
@@ -123,7 +119,7 @@ def _found_elsewhere(path: Path) -> str:
 
 
 def problems_with(source: Source) -> Iterator[str]:
-    """Why nothing can be read from `source`. Files are not opened."""
+    """Yield why nothing can be read; no file is opened."""
     try:
         parts = parts_of(source)
     except SourceError as error:
@@ -140,7 +136,7 @@ def problems_with(source: Source) -> Iterator[str]:
 
 
 def shared_entries(train: Source, held_out: Source) -> Iterator[str]:
-    """A line for each set of reasoning-gym that has entries in both."""
+    """Yield sets of reasoning-gym with entries in both."""
     known = [found for part in parts_of(train) if (found := generated(part.path))]
     for part in parts_of(held_out):
         theirs = generated(part.path)
@@ -156,7 +152,7 @@ def shared_entries(train: Source, held_out: Source) -> Iterator[str]:
 
 
 def needs_truth(config: Config) -> bool:
-    """Whether rows must have a ground truth, as far as the file of a user's function shows."""
+    """Whether rows must have a ground truth, as far as a user's file shows."""
     function: Any = config.reward.function
     names = [function] if isinstance(function, str) else [each.function for each in function]
     return not all(name in TRUTHLESS or _is_blind(name) for name in names)
@@ -179,7 +175,7 @@ def count_rows(source: Source) -> int | None:
 def _count(file: Path) -> int:
     opened: Callable[..., Any] = gzip.open if file.suffix == GZIPPED else open
     if kind_of(file) == ".parquet":
-        from pyarrow import parquet  # slow to import
+        from pyarrow import parquet  # slow
 
         return int(parquet.ParquetFile(file).metadata.num_rows)
     with opened(file, "rb") as data:
@@ -196,7 +192,7 @@ def _count(file: Path) -> int:
 
 
 def the_list(value: Any) -> list[Any]:
-    """The rows of a JSON file: a list, or its one list."""
+    """A JSON file is a list, or has one."""
     lists = [value] if isinstance(value, list) else []
     if isinstance(value, dict):
         lists = [inner for inner in value.values() if isinstance(inner, list)]
@@ -207,7 +203,7 @@ def the_list(value: Any) -> list[Any]:
 
 
 def kind_of(file: Path) -> str:
-    """The suffix by which a data file is read, without .gz; nothing for any other file."""
+    """The suffix without .gz; "" for a file of other kind."""
     packed = file.suffix == GZIPPED
     suffix = file.with_suffix("").suffix if packed else file.suffix
     return suffix if suffix in SUFFIXES and not (packed and suffix == ".parquet") else ""

@@ -6,25 +6,25 @@ from statistics import median
 Rule = Callable[[float, float], bool]
 """(value, median of the history) -> whether to warn."""
 COMPARED = 20
-"""The median is over so many earlier values at most."""
+"""The median is over so many earlier values."""
 LOOKED_BACK = 200
-"""Versions that are searched for them: not every version has every metric."""
+"""Not every version has every metric."""
 FRESH = "mismatch/k3_fresh"
-"""k3 on tokens of age 0, if any were trained."""
+"""k3 on tokens of age 0."""
 BUCKETS = ("1", "2-3", "4-7", "8-15", "16-31", "32-63", "64+")
 K3_BY_AGE = {FRESH: "0"} | {f"offpolicy/k3_age_{ages}": ages for ages in BUCKETS}
 """The youngest first."""
 FEW_TOKENS = 0.01
-"""An age with a smaller share of the tokens shows chance."""
+"""A smaller share of the tokens shows chance."""
 TAUGHT = "teacher/share"
 """A teacher teaches groups whose rewards are equal too."""
 BY_REWARD_ALONE = ("groups/solved_all", "groups/solved_none")
 
 
 def alerts(metrics: Mapping[str, float], history: Sequence[Mapping[str, float]], least: int = 5) -> list[str]:
-    """One line, with a remedy, for each sign of trouble.
+    """Return a line with a remedy for each sign of trouble.
 
-    A rule relative to `history` needs `least` versions that have the metric.
+    Rules relative to `history` need `least` versions with the metric.
     """
     lines = []
     k3 = youngest_k3(metrics)
@@ -42,7 +42,6 @@ def alerts(metrics: Mapping[str, float], history: Sequence[Mapping[str, float]],
 
 
 def youngest_k3(metrics: Mapping[str, float]) -> str | None:
-    """The k3 of the youngest trained tokens that are FEW_TOKENS or more."""
     found = (key for key, age in K3_BY_AGE.items() if metrics.get(f"age/share_{age}", 1.0) >= FEW_TOKENS)
     return next((key for key in found if key in metrics), None)
 

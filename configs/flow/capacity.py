@@ -1,4 +1,4 @@
-"""What the buffer's process takes, by the run file alone: connections, open files, memory."""
+"""What the buffer's process takes: connections, open files, memory."""
 
 from configs.checks import max_group_bytes
 from configs.context_parallel import parts_of
@@ -12,31 +12,29 @@ OWN_FILES = 96
 RESERVED_FILES = 16
 """The store opens its segments with these."""
 CACHE_BYTES = 480 * 2**20
-"""Samples in memory. Others are read back, which takes ten times the processor time."""
+"""Samples in memory. Reading others takes ten times the processor time."""
 IN_FLIGHT_BYTES = 32 * 2**20
-"""Large answers on their way. Further parts wait."""
+"""Large answers on their way."""
 PARKED_BYTES = 256 * 2**20
-"""Groups that wait in memory while the store is full; servers keep the others."""
+"""Groups that wait in memory while the store is full."""
 COMMIT_BYTES = 16 * 2**20
 BASE_BYTES, CONNECTION_BYTES, SAMPLE_BYTES, ROW_BYTES = 128 * 2**20, 2**16, 512, 16
 RECORD_BYTES, PLACE_BYTES = 320, 320
-"""Each row that was drawn, and its place among those to be drawn with `data.difficulty`."""
-"""The process itself, and each connection, open sample without tokens, and row without text."""
+"""Each drawn row, and its place with `data.difficulty`."""
+"""The process, and each connection, open sample without tokens, and row without text."""
 
 
 def connections(config: Config) -> int:
-    """Processes that are connected to the buffer at a time."""
     return config.rollout.most_servers + config.learner.ranks + WATCHERS
 
 
 def open_files(config: Config) -> int:
-    """Files that the buffer has open then; a connection is one."""
     return connections(config) + OWN_FILES
 
 
 def memory_bytes(config: Config, problems: int = 0) -> int:
-    """Without the text of the problems. Two groups and a part go beyond the bounds, because the last one to come is
-    taken whole."""
+    """Memory without the text of the problems. Two groups and a part exceed the bounds, because the last one is taken
+    whole."""
     group, stored = max_group_bytes(config), open_groups(config) * max_group_bytes(config)
     batch = config.batch.groups * group
     bounds = min(CACHE_BYTES, stored) + min(IN_FLIGHT_BYTES, batch) + min(PARKED_BYTES, stored) + COMMIT_BYTES

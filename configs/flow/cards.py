@@ -1,4 +1,4 @@
-"""The GPUs that the forecast of a run knows."""
+"""The GPUs that forecasts know."""
 
 import re
 import sys
@@ -11,7 +11,7 @@ from configs.plain_text import print_visible
 
 MIB = 1 << 20
 UNUSABLE = 1 << 30
-"""CUDA's context and the driver: 0.7 to 1.1 GiB were measured on H100 and H200."""
+"""CUDA's context and the driver: 0.7 to 1.1 GiB on H100 and H200."""
 
 
 @dataclass(frozen=True)
@@ -24,9 +24,9 @@ class Card:
     peak: float | None
     """Dense bfloat16 FLOP/s with float32 sums."""
     bandwidth: float | None
-    """Bytes/s of the GPU's memory."""
+    """Bytes/s."""
     source: str = ""
-    """The vendor's page. It gives some peaks with sparsity: half of those are dense."""
+    """The vendor's page. Half of a peak with sparsity is dense."""
 
     @property
     def free(self) -> int:
@@ -63,7 +63,7 @@ ALIASES = {"A100": "A100-80G", "A100-80GB": "A100-80G", "A100-40GB": "A100-40G"}
 
 
 def card_named(text: str) -> Card:
-    """The card that a user calls `text`, such as `RTX 4090`. Raises ConfigError."""
+    """The card called `text`, such as `RTX 4090`. Raises ConfigError."""
     name = re.sub(r"^(NVIDIA)?[ _-]*(RTX)?[ _-]*", "", text.strip().upper()).replace(" ", "-").replace("_", "-")
     name = ALIASES.get(name, name)
     if name in CARDS:
@@ -74,7 +74,7 @@ def card_named(text: str) -> Card:
 
 
 def checked_card(name: str | None, prog: str) -> Card | None:
-    """The card of `--gpu`. An unknown one ends the process with exit code 2."""
+    """The card of `--gpu`; an unknown one ends the process with exit code 2."""
     try:
         return None if name is None else card_named(name)
     except ConfigError as error:
@@ -83,7 +83,7 @@ def checked_card(name: str | None, prog: str) -> Card | None:
 
 
 def card_of(name: str, total: int = 0) -> Card | None:
-    """The driver calls a card such as `NVIDIA A100-SXM4-40GB`."""
+    """The driver's name is such as `NVIDIA A100-SXM4-40GB`."""
     words = name.replace("-", " ").split()
     found = [card for card in CARDS.values() if card.name.partition("-")[0] in words]
     return min(found, key=lambda card: abs(card.total - total), default=None)

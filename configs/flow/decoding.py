@@ -1,9 +1,9 @@
-"""How long a decode step of a rollout server takes, by the model's size and the card.
+"""How long a decode step of a rollout server takes.
 
     step = read / bandwidth + n (FLOPs of a token / peak + context x bytes of a token / bandwidth + sequence) + step
 
-n sequences run at a time; `read` are the weights that a step reads, without the input embedding. The last two summands,
-of processors and launches, were fitted to `benchmarks/results/rollout*.json`; the formula is within 6 % of each.
+n sequences run at a time; `read` are the weights without the input embedding. The last two summands, of processors and
+launches, were fitted to `benchmarks/results/rollout*.json`; the formula is within 6 % of each.
 """
 
 from dataclasses import dataclass
@@ -17,9 +17,9 @@ class ServedModel:
 
     read: int
     active: int
-    """Parameters that one token is multiplied by."""
+    """Parameters by which one token is multiplied."""
     kv_numbers: int
-    """Numbers that are kept of one token."""
+    """Numbers kept of one token."""
     width: int
     """Bytes of a number."""
 
@@ -36,7 +36,7 @@ class StepTime:
 
 
 def step_time(model: ServedModel, peak: float, bandwidth: float, gpus: int, context: float) -> StepTime:
-    """The step of sequences with `context` tokens in the mean, without what the GPUs exchange."""
+    """`context`: tokens of a sequence in the mean."""
     fixed = STEP_S + model.read * model.width / gpus / bandwidth
     attention = context * model.kv_numbers * model.width / gpus / bandwidth
     return StepTime(fixed, SEQUENCE_S + 2 * model.active / gpus / peak + attention)

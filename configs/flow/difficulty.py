@@ -1,4 +1,4 @@
-"""How many draws `data.difficulty` gives each kind of problem, for a data set whose solved shares are known."""
+"""How many draws `data.difficulty` gives each kind of problem."""
 
 from collections.abc import Mapping
 
@@ -12,7 +12,7 @@ MOST_STEPS = 2000
 def drawn_shares(
     difficulty: DifficultyConfig, problems: int, groups: int, versions: int, mixture: Mapping[str, float]
 ) -> dict[str, float]:
-    """Share of the run's draws for each of KINDS; `mixture` has the problems' shares."""
+    """Share of draws for each of KINDS; `mixture` has the problems' shares."""
     seen, unseen, drawn = dict.fromkeys(KINDS, 0.0), float(problems), dict.fromkeys(KINDS, 0.0)
     step = max(1, versions // MOST_STEPS)
     rests = dict.fromkeys(KINDS, max(1, difficulty.rest))
@@ -30,7 +30,7 @@ def drawn_shares(
 
 
 def split(amount: float, weights: Mapping[str, float], room: Mapping[str, float]) -> dict[str, float]:
-    """Divide `amount` by weights. None gets more than its room; what no room is left for goes by room."""
+    """Divide `amount` by weights, each at most its room; the rest goes by room."""
     taken, left, opened = dict.fromkeys(weights, 0.0), amount, {name for name in weights if room[name] > 0}
     while left > 1e-9 and opened:
         total = sum(weights[name] for name in opened)

@@ -1,4 +1,4 @@
-"""How many sequences the KV cache of a server will hold, estimated before it starts."""
+"""How many sequences a server's KV cache will hold."""
 
 import shutil
 import subprocess
@@ -27,7 +27,7 @@ class KvRoom(NamedTuple):
 def kv_room(
     config: Config, gpu_bytes: int | None, card: str = "as this machine's", parameters: int | None = None
 ) -> KvRoom:
-    """Each GPU of a server holds its share of the heads. A prompt that a group shares counts for each of its samples.
+    """Each GPU holds its share of the heads. A shared prompt counts for each sample.
 
     `gpu_bytes`: memory of a GPU that serves, which `card` describes. `parameters`: for a model.path without weights.
     """

@@ -1,4 +1,4 @@
-"""How many sequences a server may work on, and how many groups of a run may be open, by the run file alone."""
+"""How many sequences a server may work on, and groups of a run may be open."""
 
 from math import ceil
 
@@ -6,10 +6,10 @@ from configs.checks import max_sample_tokens
 from configs.schema import Config
 
 MEAN_SHARE = 1 / 4
-"""Mean length of a sample, as a share of the longest possible one. Lengths are taken as geometric, cut there."""
+"""Mean length of a sample over the longest. Lengths are taken as geometric, cut there."""
 GPU_SEQUENCES, MOST_GPU_SEQUENCES, CPU_SEQUENCES = 512, 1024, 256
-"""Most sequences for `rollout.sequences: auto`. By `simulation.STEP_COST`, 512 are nine tenths as fast as 1,024, with
-half the CUDA graphs to capture and half the logits: 0.6 MB a sequence in float32, of which the sampler makes copies."""
+"""By `simulation.STEP_COST`, 512 are nine tenths as fast as 1,024, with half the CUDA graphs and half the logits: 0.6
+MB a sequence in float32, which the sampler copies."""
 
 
 def share_of_batch(config: Config) -> int:
@@ -17,7 +17,7 @@ def share_of_batch(config: Config) -> int:
 
 
 def max_sequences(config: Config, cpu: bool) -> int:
-    """CUDA graphs are captured in steps of 16. `engine_arguments` adds room for the rest of the last group."""
+    """CUDA graphs are captured in steps of 16."""
     given, wanted = config.rollout.engine.get("max_num_seqs"), config.rollout.sequences
     if isinstance(given, int):
         return given
@@ -27,7 +27,7 @@ def max_sequences(config: Config, cpu: bool) -> int:
 
 
 def places(config: Config) -> int:
-    """Sequences that one server has places for; with `auto`, at most."""
+    """Sequences that a server has places for; with `auto`, at most."""
     most = max_sequences(config, config.rollout.device == "cpu")
     return most if config.rollout.sequences == "auto" else config.rollout.sequences
 
@@ -44,5 +44,5 @@ def admitted_staleness(config: Config) -> int:
 
 
 def open_groups(config: Config) -> int:
-    """How many groups may be leased or stored at once: admission lets (staleness + 1) batches be open."""
+    """Admission lets (staleness + 1) batches be leased or stored."""
     return (admitted_staleness(config) + 1) * config.batch.groups

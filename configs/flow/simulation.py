@@ -1,7 +1,4 @@
-"""How many sequences will run at a time, at what age and speed: a run played in milliseconds, the same each time.
-
-Lengths and speeds are assumed.
-"""
+"""Plays a run in milliseconds: sequences at a time, age and speed, for assumed lengths and speeds."""
 
 import heapq
 import random
@@ -14,11 +11,11 @@ from configs.flow.sequences import MEAN_SHARE, max_sequences, places
 from configs.schema import Config
 
 LEARNER_SHARE = 1 / 2
-"""Time of training a batch, as a share of that in which full servers generate it."""
+"""Time of training a batch, as a share of that of full servers to generate it."""
 STEP_COST = 126
-"""What a decode step costs beside its sequences, in sequences: 2.9 ms and 23 us a sequence for a 1.5B model on H200."""
+"""A decode step costs as much as so many sequences: 2.9 ms and 23 us a sequence for a 1.5B model on H200."""
 SIMULATED_SAMPLES, SIMULATED_VERSIONS, MOST_WARM = 256, 20, 24
-"""Larger batches are scaled down. At most MOST_WARM versions run before those that are measured."""
+"""Larger batches are scaled down. At most MOST_WARM versions precede the measured ones."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +32,14 @@ class Flow:
     """A run in steady state."""
 
     running: float
-    """Mean number of sequences that run on all servers."""
+    """Mean number on all servers."""
     age: float
     """In versions."""
     speed: float
-    """Versions in a unit of time that is the same for all simulations of one run."""
+    """Versions in a unit of time that all simulations share."""
 
 
 def most_running(config: Config) -> int:
-    """Sequences that one server can run at a time: its places, or vLLM's `max_num_seqs` if that is fewer."""
     return min(places(config), max_sequences(config, config.rollout.device == "cpu"))
 
 
@@ -63,7 +59,7 @@ def expected(config: Config, staleness: int, fewer: int | None = None, pace: Pac
 def simulate(
     groups: int, samples: int, num_places: int, servers: float, staleness: int, longest: int, pace: Pace
 ) -> Flow:
-    """The unit of time is what one sequence adds to a step. Groups are admitted as `buffer.ledger` does it."""
+    """The unit of time is what one sequence adds to a step. Admission is as in `buffer.ledger`."""
     draw, mean = random.Random(0), MEAN_SHARE * longest
     now, steps, version, trained, done = 0.0, 0, 0, inf, 0
     running: list[tuple[int, int]] = []  # (step of the end, group)

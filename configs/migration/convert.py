@@ -20,8 +20,6 @@ from configs.schema import Config
 
 
 class System(NamedTuple):
-    """A system whose settings are known."""
-
     recognises: Callable[[Given], bool]
     convert: Callable[[Given, Draft], None]
 
@@ -37,11 +35,10 @@ REQUIRED = {
     "data.train": "data/train.parquet",
     "reward.function": "math",
 }
-"""Stand in for keys that the settings do not say."""
+"""Stand in for keys that the settings lack."""
 
 
 def main(file: Path, out: Path | None) -> int:
-    """Exit code: 0 once the run file is written."""
     try:
         system, draft = convert(file)
         text = run_file(file, system, draft)
@@ -57,7 +54,6 @@ def main(file: Path, out: Path | None) -> int:
 
 
 def convert(file: Path) -> tuple[str, Draft]:
-    """The system whose settings `file` has, and the draft of a run file."""
     given, draft = Given(read_settings(file)), Draft()
     name = next((name for name, system in SYSTEMS.items() if system.recognises(given)), None)
     if name is None:
@@ -81,7 +77,6 @@ def convert(file: Path) -> tuple[str, Draft]:
 
 
 def run_file(file: Path, system: str, draft: Draft) -> str:
-    """The text of the run file, its sections in the order of the schema."""
     ordered = {name: draft.tree[name] for name in Config.model_fields if draft.tree.get(name)}
     head = [f"From {file.name}, settings of {system}. docs/from-other-systems.md explains.", *draft.notes]
     comment = "\n".join(f"# {' '.join(line.split())}" for line in head)
@@ -89,7 +84,6 @@ def run_file(file: Path, system: str, draft: Draft) -> str:
 
 
 def report(system: str, draft: Draft) -> list[str]:
-    """Lines for people."""
     found = [f"settings of {system}:", *(f"  {line}" for line in draft.notes)]
     if draft.missing:
         found += ["without a counterpart, or to be set by you:", *(f"  {line}" for line in draft.missing)]
@@ -97,7 +91,6 @@ def report(system: str, draft: Draft) -> list[str]:
 
 
 def write_new(out: Path, text: str) -> None:
-    """Write a file that is not there yet."""
     try:
         with out.open("x", encoding="utf-8") as stream:
             stream.write(text)

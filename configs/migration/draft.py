@@ -1,7 +1,4 @@
-"""A run file that is being written from the settings of another system.
-
-Settings that nobody takes from `Given` have no counterpart.
-"""
+"""A run file that is being written from the settings of another system."""
 
 import re
 from collections.abc import Mapping
@@ -18,7 +15,7 @@ FILES = (".parquet", ".jsonl", ".json", ".csv", ".tsv", ".gz")
 
 
 class Given:
-    """The settings of another system."""
+    """The other system's settings. Those that nobody takes have no counterpart."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.settings = dict(settings)
@@ -35,7 +32,7 @@ class Given:
 
 @dataclass
 class Draft:
-    """The run file, as a tree of sections, and lines for people."""
+    """The run file, and lines for people."""
 
     tree: dict[str, Any] = field(default_factory=dict)
     notes: list[str] = field(default_factory=list)
@@ -60,14 +57,12 @@ class Draft:
 
 
 def rename(given: Given, draft: Draft, table: Mapping[str, str]) -> None:
-    """Set the keys of `table` (theirs: ours) that are given, as they are."""
     for theirs, ours in table.items():
         draft.set(ours, given.take(theirs))
 
 
 def list_the_rest(given: Given, draft: Draft, reasons: Mapping[str, str]) -> None:
-    """`reasons` are by key, or by the beginning of keys (`critic.`). A text that begins with `=` is for settings that
-    need no counterpart."""
+    """`reasons` are by key, or by the beginning of keys (`critic.`); with `=`, no counterpart is needed."""
     for key in given.left():
         reason = next((reasons[start] for start in _beginnings(key) if start in reasons), UNKNOWN)
         if reason.startswith("="):
@@ -95,21 +90,18 @@ def data_path(draft: Draft, key: str, value: Any, split: str = "train") -> Any:
 
 
 def run_name(value: Any) -> str | None:
-    """`run.name` for the name of an experiment."""
     return re.sub(r"[^A-Za-z0-9._-]+", "-", str(value)).strip("-") or None if value else None
 
 
 @dataclass(frozen=True)
 class Steps:
-    """Another system makes `updates` optimizer steps with `prompts` prompts. A version is one optimizer step: so a
-    batch has the prompts of one update."""
+    """Another system makes `updates` optimizer steps with `prompts` prompts. Each is a version."""
 
     prompts: int
     updates: int
 
 
 def set_steps(draft: Draft, steps: Steps, samples: int, counted: str) -> None:
-    """Set batch and staleness."""
     groups = max(1, steps.prompts // steps.updates)
     draft.set("batch.groups", groups)
     draft.set("batch.samples", samples)
@@ -124,7 +116,6 @@ def set_steps(draft: Draft, steps: Steps, samples: int, counted: str) -> None:
 
 
 def set_versions(draft: Draft, steps: int | None, epochs: Any, updates: int, rows: int | None, prompts: int) -> None:
-    """Set `run.versions`: by a number of their steps, or by epochs of `rows` problems where those are known."""
     if steps and steps > 0:
         draft.set("run.versions", int(steps) * updates)
     elif epochs and rows:
@@ -150,7 +141,7 @@ def rows_of(draft: Draft) -> int | None:
 
 
 def set_every(given: Given, draft: Draft, updates: int, checkpoint: str, evaluation: str) -> None:
-    """Set how often checkpoints and evaluations come, by two of their keys, which count steps."""
+    """The two keys count steps."""
     for theirs, ours in ((checkpoint, "learner.checkpoint_every"), (evaluation, "eval.every")):
         every = given.take(theirs, default=-1)
         draft.set(ours, every * updates if every > 0 else None)
@@ -159,7 +150,6 @@ def set_every(given: Given, draft: Draft, updates: int, checkpoint: str, evaluat
 
 
 def set_warmup(draft: Draft, key: str, ratio: float) -> None:
-    """Set the warm-up by its share of all versions, the value of `key`."""
     if versions := draft.tree.get("run", {}).get("versions"):
         draft.set("learner.warmup_versions", round(ratio * versions))
     elif ratio:
@@ -169,7 +159,6 @@ def set_warmup(draft: Draft, key: str, ratio: float) -> None:
 
 
 def set_schedule(draft: Draft, key: str, name: Any) -> None:
-    """Set the schedule of the learning rate, the value of `key`."""
     draft.set("learner.schedule", SCHEDULES.get(name, "constant"))
     if name not in SCHEDULES:
         draft.lacks(key, name, "learner.schedule: constant is taken")
@@ -191,7 +180,6 @@ def split_gpus(draft: Draft, gpus: int, nodes: int, tensor_parallel: int) -> Non
 
 
 def set_trackers(given: Any, draft: Draft) -> None:
-    """`log.trackers` of a list of loggers; `console` needs none."""
     names = [given] if isinstance(given, str) else given or []
     known = [name for name in names if name in ("wandb", "tensorboard", "swanlab")]
     draft.set("log.trackers", known or None)
@@ -201,7 +189,7 @@ def set_trackers(given: Any, draft: Draft) -> None:
 
 
 def set_sampling(given: Given, draft: Draft, prefix: str) -> None:
-    """Temperature, and a line for what changes the distribution that is sampled from."""
+    """Set the temperature, and list what else changes the sampled distribution."""
     temperature = given.take(f"{prefix}temperature")
     if temperature is not None and temperature > 0:
         draft.set("sampling.temperature", temperature)

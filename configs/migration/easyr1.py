@@ -93,12 +93,10 @@ REASONS = {
 
 
 def recognises(given: Given) -> bool:
-    """Whether these are EasyR1's settings."""
     return any(key.startswith("worker.actor.") for key in given.settings)
 
 
 def convert(given: Given, draft: Draft) -> None:
-    """Write the run file."""
     given.settings = DEFAULTS | given.settings
     rename(given, draft, NAMES)
     samples = int(given.take(f"{ROLLOUT}n", default=1))

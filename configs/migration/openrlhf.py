@@ -103,12 +103,10 @@ REASONS = {
 
 
 def recognises(given: Given) -> bool:
-    """Whether these are OpenRLHF's settings."""
     return {"pretrain", "prompt_data"} <= set(given.settings) or "n_samples_per_prompt" in given.settings
 
 
 def convert(given: Given, draft: Draft) -> None:
-    """Write the run file."""
     given.settings = DEFAULTS | given.settings
     rename(given, draft, NAMES)
     samples = int(given.take("n_samples_per_prompt", default=1))

@@ -1,5 +1,4 @@
-"""Reads the settings of another system into a flat dict, `{"data.train_batch_size": 1024, ...}`, and never runs what it
-reads."""
+"""Reads another system's settings into a flat dict, `{"data.train_batch_size": 1024, ...}`, and runs nothing."""
 
 import ast
 import operator
@@ -32,7 +31,7 @@ Settings = dict[str, Any]
 
 
 def read_settings(file: Path) -> Settings:
-    """The settings in `file`, by its suffix: `.yaml`, `.yml`, `.json`; `.py`; else a shell script."""
+    """The suffix decides: `.yaml`, `.yml`, `.json`; `.py`; else a shell script."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -47,7 +46,6 @@ def read_settings(file: Path) -> Settings:
 
 
 def from_yaml(text: str, file: Path) -> Settings:
-    """A tree of sections, flattened to dotted keys."""
     try:
         tree = yaml.safe_load(text)
     except yaml.YAMLError as error:
@@ -149,7 +147,7 @@ def number(value: Any) -> Any:
 
 
 def from_python(text: str, file: Path) -> Settings:
-    """Literal arguments of TRL's calls in a script, which is parsed and never run."""
+    """Takes literal arguments from the parsed script."""
     try:
         tree = ast.parse(text)
     except SyntaxError as error:

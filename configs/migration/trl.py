@@ -93,13 +93,11 @@ REASONS = {
 
 
 def recognises(given: Given) -> bool:
-    """Whether these are settings of TRL's GRPO."""
     known = {"num_generations", "max_completion_length", "scale_rewards", "per_device_train_batch_size", "reward_funcs"}
     return len(known & set(given.settings)) > 0
 
 
 def convert(given: Given, draft: Draft) -> None:
-    """Write the run file."""
     given.settings = DEFAULTS | given.settings
     rename(given, draft, NAMES)
     samples = int(given.take("num_generations", default=8))

@@ -1,7 +1,4 @@
-"""The critic of another system's PPO, as `algorithm.critic`.
-
-Their lambda and gamma are over tokens, ours over turns; at 1 both are the same.
-"""
+"""The critic of another system's PPO. Its lambda and gamma are over tokens, ours over turns; at 1 both are the same."""
 
 from typing import NamedTuple
 
@@ -14,8 +11,6 @@ UNUSED = "= it is for a critic, which only algorithm.advantage: gae has"
 
 
 class CriticNames(NamedTuple):
-    """The names of one system's settings."""
-
     lr: str
     lr_default: float
     clip: str

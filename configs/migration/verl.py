@@ -110,12 +110,10 @@ REASONS = {
 
 
 def recognises(settings: Given) -> bool:
-    """Whether these are verl's settings."""
     return any(key.startswith("actor_rollout_ref.") for key in settings.settings)
 
 
 def convert(given: Given, draft: Draft) -> None:
-    """Write the run file."""
     given.settings = DEFAULTS | given.settings
     rename(given, draft, NAMES)
     samples = int(given.take(f"{ROLLOUT}n", default=1))

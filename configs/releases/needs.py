@@ -1,8 +1,4 @@
-"""What Headrace needs of a library, symbol by symbol, and the judgement of a release by it.
-
-`rewritten` shows functions that Headrace follows or replaces and that differ between releases: somebody has to read
-them.
-"""
+"""What Headrace needs of a library, symbol by symbol, and the judgement of a release."""
 
 import ast
 import difflib
@@ -20,15 +16,15 @@ class Need:
     path: str
     why: str
     has: str = ""
-    """Attributes: `a|b` means either, `a?` means only where it exists."""
+    """`a|b` means either, `a?` means only where it exists."""
     calls: tuple[str, ...] = ()
-    """Calls of a method, or of the symbol: parameters in order, then `name=...` for those by name."""
+    """Parameters in order, then `name=...` for those by name."""
     replaces: tuple[str, ...] = ()
-    """Methods that Headrace overrides, with all parameters; a last `...` stands for any others."""
+    """Overridden methods with all parameters; `...` stands for any others."""
     implements: str = ""
-    """Methods that a base class of Headrace's own leaves abstract; `a?` means only where it exists."""
+    """Abstract methods of a base class; `a?` means only where it exists."""
     follows: str = ""
-    """Methods whose body Headrace's own code follows."""
+    """Methods that Headrace's own code follows."""
     since: str = ""
 
     def concerns(self, source: Source) -> bool:
@@ -36,7 +32,6 @@ class Need:
 
 
 def moved(needs: Iterable[Need], source: Source) -> Iterator[str]:
-    """Yield a line for each need that the release does not meet."""
     for need in needs:
         found = source.find(need.path)
         if not need.concerns(source):
@@ -53,7 +48,6 @@ def numbers(version: str) -> tuple[int, ...]:
 
 
 def problems(need: Need, found: Found, source: Source) -> Iterator[str]:
-    """Yield what a symbol lacks, as clauses."""
     names = source.attributes(found) if isinstance(found.node, ast.ClassDef) else set[str]()
     for wanted in need.has.split():
         either = wanted.split("|")
@@ -70,7 +64,7 @@ def problems(need: Need, found: Found, source: Source) -> Iterator[str]:
 
 
 def differences(form: str, need: Need, found: Found, source: Source, exact: bool) -> Iterator[str]:
-    """Yield how a function differs from the form in which Headrace calls it, or, if `exact`, replaces it."""
+    """`exact`: Headrace replaces the function in this form; else it calls it so."""
     call = ast.parse(form, mode="eval").body
     assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
     name, itself = call.func.id, call.func.id == need.path.rpartition(".")[2]
@@ -88,7 +82,6 @@ def differences(form: str, need: Need, found: Found, source: Source, exact: bool
 def unequal(
     name: str, parameters: Parameters, given: list[str], named: set[str], open_ended: bool, exact: bool
 ) -> Iterator[str]:
-    """Yield the first difference between parameters and a form."""
     places = list(parameters.positional)
     if places[: len(given)] != given and not (parameters.extra_positional and not places):
         yield f"has {name} with parameters {', '.join(places) or 'none'}, not {', '.join(given)}"
@@ -101,7 +94,7 @@ def unequal(
 
 
 def rewritten(needs: Iterable[Need], before: Source, after: Source) -> Iterator[str]:
-    """Yield a unified diff of each function that Headrace follows or replaces and that differs between two releases."""
+    """Yield a diff of each changed function that Headrace follows or replaces: somebody has to read it."""
     for need in needs:
         for name in dict.fromkeys([*need.follows.split(), *(form.partition("(")[0] for form in need.replaces)]):
             path = need.path if name == need.path.rpartition(".")[2] else f"{need.path}.{name}"
@@ -112,14 +105,13 @@ def rewritten(needs: Iterable[Need], before: Source, after: Source) -> Iterator[
 
 
 def body(found: Found | None) -> list[str]:
-    """The lines of a definition without comments and docstrings; none of one that is not there."""
+    """Lines without comments and docstrings."""
     if found is None:
         return []
     return ast.unparse(without_docstrings(found.node)).splitlines()
 
 
 def without_docstrings(node: Definition) -> Definition:
-    """The definition again, without the texts in it that do nothing."""
     again = ast.parse(ast.unparse(node))
     for each in ast.walk(again):
         lines = getattr(each, "body", None)

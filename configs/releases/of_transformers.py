@@ -1,4 +1,4 @@
-"""What Headrace leans on in transformers beyond its plain interface. `make next-vllm` judges a release by it."""
+"""What Headrace leans on in transformers. `make next-vllm` judges a release by it."""
 
 from functools import cache
 
@@ -178,12 +178,11 @@ NEEDS = (
 
 
 def installed() -> Source | None:
-    """The source of the installed transformers; None without it."""
     return Source.installed("transformers", "transformers")
 
 
 @cache
 def lacking() -> tuple[str, ...]:
-    """Return a line for each thing that the installed transformers lack; none without them."""
+    """Yield what the installed transformers lack."""
     source = installed()
     return () if source is None else tuple(f"{source.number}: {line}" for line in needs.moved(NEEDS, source))

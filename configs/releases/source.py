@@ -1,4 +1,4 @@
-"""Reads the source of a library's release without importing it: from an installed package, a folder or a wheel."""
+"""Reads the source of a library's release without importing it."""
 
 import ast
 import zipfile
@@ -14,8 +14,6 @@ FUNCTIONS = ast.FunctionDef | ast.AsyncFunctionDef
 
 @dataclass(frozen=True)
 class Found:
-    """A definition, with the module that it stands in."""
-
     module: str
     node: Definition
 
@@ -32,7 +30,7 @@ class Parameters:
 
 
 class Source:
-    """The Python files of one release. `root` holds the package."""
+    """Python files of one release. `root` holds the package."""
 
     def __init__(self, root: Path | zipfile.Path, package: str, number: str = "") -> None:
         self.root, self.package, self.number = root, package, number
@@ -167,7 +165,6 @@ class Source:
 
 
 def has_version(distribution: str) -> bool:
-    """Whether a distribution is installed."""
     try:
         return bool(version(distribution))
     except PackageNotFoundError:
@@ -185,7 +182,6 @@ def statements(tree: ast.AST) -> Iterator[ast.stmt]:
 
 
 def names_of(node: ast.stmt) -> Iterator[str]:
-    """The names that a statement defines."""
     if isinstance(node, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
         yield node.name
     elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name):
@@ -206,7 +202,6 @@ def last(tree: ast.AST, name: str) -> Definition | None:
 
 
 def attributes_of(node: ast.AST) -> Iterator[str]:
-    """Names in a class's body, and what its methods set on `self`."""
     for statement in statements(node):
         yield from names_of(statement)
         for each in ast.walk(statement) if isinstance(statement, FUNCTIONS) else ():
@@ -216,17 +211,16 @@ def attributes_of(node: ast.AST) -> Iterator[str]:
 
 
 def decorators(node: ast.FunctionDef | ast.AsyncFunctionDef) -> set[str]:
-    """The last names of a function's decorators."""
+    """Last names of the decorators."""
     return {getattr(each, "attr", getattr(each, "id", "")) for each in node.decorator_list}
 
 
 def is_abstract(node: ast.FunctionDef | ast.AsyncFunctionDef) -> bool:
-    """Whether a subclass has to implement the method."""
     return "abstractmethod" in decorators(node)
 
 
 def parameters_of(node: ast.FunctionDef | ast.AsyncFunctionDef) -> Parameters:
-    """The parameters of a function, without `self` or `cls`."""
+    """The parameters without `self` or `cls`."""
     given = node.args
     by_place = [each.arg for each in (*given.posonlyargs, *given.args)]
     needed = by_place[: len(by_place) - len(given.defaults)]

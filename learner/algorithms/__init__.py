@@ -1,4 +1,1 @@
-"""The mathematics of the learner: advantages, losses, corrections, diagnostics. Pure functions of tensors.
-
-docs/algorithms.md has the table, docs/design/learner.md the order within a batch.
-"""
+"""The learner's mathematics, as pure functions of tensors (docs/algorithms.md, docs/design/learner.md)."""

@@ -1,4 +1,4 @@
-"""From rewards to advantages, and the treatment of truncated answers."""
+"""Advantages from rewards, and the treatment of truncated answers."""
 
 from typing import Protocol
 
@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 class Advantage(Protocol):
-    """The type of each entry of `ADVANTAGES`, of the whole batch.
+    """An entry of `ADVANTAGES`; takes the whole batch.
 
-    `rewards` [samples] float; `groups` [samples] int64; `lengths` [samples]: sampled tokens, None if all are equal.
+    `rewards` [samples] float; `groups` [samples] int64; `lengths` [samples]: sampled tokens, None if equal.
     Returns [samples], detached.
     """
 
@@ -22,7 +22,7 @@ def group_mean(rewards: Tensor, groups: Tensor, lengths: Tensor | None = None) -
 
 
 def group_std(rewards: Tensor, groups: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """(R - mean of the group) / (unbiased standard deviation of the group + 1e-6) (GRPO, arXiv:2402.03300)."""
+    """`group_mean` / (unbiased standard deviation of the group + 1e-6) (GRPO, arXiv:2402.03300)."""
     centred, inverse, counts = _centred(rewards, groups)
     variance = _sums(centred**2, inverse, counts) / (counts - 1).clamp(min=1)
     return (centred / (variance.sqrt() + 1e-6)[inverse]).to(rewards.dtype)
@@ -35,14 +35,14 @@ def leave_one_out(rewards: Tensor, groups: Tensor, lengths: Tensor | None = None
 
 
 def batch_std(rewards: Tensor, groups: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """(R - mean of the group) / (unbiased standard deviation of the batch's rewards + 1e-4) (arXiv:2508.08221; TRL)."""
+    """`group_mean` / (unbiased standard deviation of the batch's rewards + 1e-4) (arXiv:2508.08221; TRL)."""
     values = rewards.detach().double()
     _, variance = _mean_and_variance(values, torch.ones_like(values))
     return (_centred(rewards, groups)[0] / (variance.sqrt() + 1e-4)).to(rewards.dtype)
 
 
 def reinforce_baseline(rewards: Tensor, groups: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """R - mean of the group, whitened over all sampled tokens of the batch (REINFORCE++-baseline, arXiv:2501.03262)."""
+    """`group_mean`, whitened over the batch's sampled tokens (REINFORCE++-baseline, arXiv:2501.03262)."""
     centred = _centred(rewards, groups)[0]
     mean, variance = _mean_and_variance(centred, torch.ones_like(centred) if lengths is None else lengths.double())
     return ((centred - mean) * (variance + 1e-8).rsqrt()).to(rewards.dtype)
@@ -58,7 +58,7 @@ ADVANTAGES: dict[str, Advantage] = {
 
 
 def turn_returns(rewards: Tensor, samples: Tensor, discount: float) -> Tensor:
-    """G_t = sum over k >= t of discount^(k - t) r_k, over the turns k of the same sample: [turns] float64.
+    """Returns G_t = r_t + discount G_(t+1) within each sample: [turns] float64.
 
     `rewards` [turns]; `samples` [turns] int64, in order.
     """
@@ -70,23 +70,20 @@ def turn_returns(rewards: Tensor, samples: Tensor, discount: float) -> Tensor:
 
 
 def soft_overlong(rewards: Tensor, lengths: Tensor, max_tokens: int, buffer: int, factor: float) -> Tensor:
-    """Rewards minus a penalty that grows from 0 to `factor` over the last `buffer` tokens (DAPO, arXiv:2503.14476).
-
-    `lengths` [samples], of whole groups: penalties enter the group's baseline.
-    """
+    """Rewards minus a penalty that grows to `factor` over the last `buffer` tokens (DAPO, arXiv:2503.14476)."""
     excess = (lengths.to(rewards.dtype) - (max_tokens - buffer)) / buffer
     return rewards - factor * excess.clamp(0, 1)
 
 
 def mask_overlong(advantages: Tensor, truncated: Tensor) -> Tensor:
-    """0 for `truncated` [samples] bool, which stay in the baseline and all denominators (DAPO)."""
+    """0 for truncated samples, which stay in the baseline and all denominators (DAPO)."""
     return torch.where(truncated, 0, advantages)
 
 
 def _centred(rewards: Tensor, groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """R - mean of the group in float64, the group index of each sample, and the group sizes.
+    """R - mean of the group in float64, group index of each sample, group sizes.
 
-    Exactly 0 where rewards are all equal: rounding errors must not be trained on.
+    Exactly 0 where rewards are equal: rounding errors must not be trained on.
     """
     values = rewards.detach().double()
     _, inverse, counts = groups.unique(return_inverse=True, return_counts=True)

@@ -1,6 +1,7 @@
-"""How far the data are from the policy: sums that add over microbatches and ranks, then metrics.
+"""Sums that show how far data and policy are apart, and their metrics.
 
-Sums are [] float64; keys that end in `_max` combine by maximum. The keys never depend on the data.
+Sums are [] float64 and add over microbatches and ranks; keys in `_max` combine by maximum. Keys never depend on the
+data.
 """
 
 from collections.abc import Mapping, Sequence
@@ -13,7 +14,7 @@ from learner.algorithms.inputs import LossInputs
 AGES = (0, 1, 2, 4, 8, 16, 32, 64)
 BUCKETS = ("0", "1", "2-3", "4-7", "8-15", "16-31", "32-63", "64+")
 UNDONE = "undone"
-"""The bucket of tokens whose policy a rewind undid."""
+"""Tokens whose policy a rewind undid."""
 SIGNS = ("positive", "negative")
 BY_SAMPLE = ("sample_log_ratio", "sample_tokens")
 MAX_LOG_WEIGHT = 350.0
@@ -23,7 +24,7 @@ MAX_LOG_WEIGHT = 350.0
 def mismatch_sums(inputs: LossInputs) -> dict[str, Tensor]:
     """Divergence of learner and behaviour policy, by age; sums of importance weights.
 
-    With x = log pi - log mu: k1 = -x and k3 = e^x - 1 - x (Schulman's estimators of KL(mu | pi)), m2 = x^2 (M2PO).
+    x = log pi - log mu; k1 = -x, k3 = e^x - 1 - x (Schulman), m2 = x^2 (M2PO).
     """
     log_ratio = inputs.log_ratio.detach().double()
     sampled = inputs.sampled.double()
@@ -46,7 +47,7 @@ def mismatch_sums(inputs: LossInputs) -> dict[str, Tensor]:
 
 
 def _sequence_sums(log_ratio: Tensor, lengths: Tensor) -> dict[str, Tensor]:
-    """From sums of log-ratios and numbers of sampled tokens: [samples] each."""
+    """Both arguments: [samples]."""
     present = lengths > 0
     weight = torch.where(present, log_ratio.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp(), 0)
     return {
@@ -72,7 +73,7 @@ def _age_sums(inputs: LossInputs, table: Tensor) -> dict[str, Tensor]:
 
 
 def limit_sums(inputs: LossInputs, masked: Tensor, capped: Tensor) -> dict[str, Tensor]:
-    """Masked and capped tokens, by sign of the advantage."""
+    """Masked and capped tokens by sign of the advantage."""
     sums: dict[str, Tensor] = {}
     for name, side in zip(SIGNS, (inputs.advantages > 0, inputs.advantages < 0), strict=True):
         side = side & inputs.sampled
@@ -89,7 +90,7 @@ def per_sample_sums(numbers: Mapping[str, Sequence[int]], device: torch.device) 
 
 
 def sample_metrics(rewards: Tensor, groups: Tensor, lengths: Tensor, truncated: Tensor) -> dict[str, float]:
-    """Metrics of the whole batch from [samples] each. A sample with reward 1 solves its group."""
+    """Metrics of the whole batch. A sample with reward 1 solves its group."""
     solved = [rewards[groups == group] >= 1 for group in groups.unique()]
     rewards, lengths = rewards.double(), lengths.double()
     metrics = {
@@ -109,12 +110,11 @@ def _largest(values: Tensor) -> Tensor:
 
 
 def is_max(key: str) -> bool:
-    """Whether sums of this key combine by maximum."""
     return key.endswith("_max")
 
 
 def combine(microbatches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
-    """The sums of several microbatches, added up."""
+    """Combine the sums of microbatches."""
     columns = {key: torch.stack([sums[key] for sums in microbatches]) for key in microbatches[0]}
     totals = {key: column.amax(0) if is_max(key) else column.sum(0) for key, column in columns.items()}
     of_samples = [totals.pop(name) for name in BY_SAMPLE if name in totals]
@@ -122,7 +122,7 @@ def combine(microbatches: Sequence[Mapping[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def summary(sums: Mapping[str, float | Tensor]) -> dict[str, float]:
-    """Metrics of a version from the sums of its whole batch, by the names of docs/reference/metrics.md."""
+    """Metrics of a version from sums of its whole batch."""
     get = {key: float(value) for key, value in sums.items()}
     metrics = {key: value for key, value in get.items() if key.startswith("loss/")}
     for name, (over, under) in MEANS.items():
@@ -154,7 +154,7 @@ MEANS: dict[str, tuple[str, str]] = {
     "turns/mean": ("turns", "samples"),
     "segments/mean": ("segments", "samples"),
 }
-"""Metric: the sum, and the count that divides it."""
+"""Metric: sum, and count that divides it."""
 
 MAXIMA = {
     "ratio/max": "ratio_max",

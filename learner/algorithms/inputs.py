@@ -1,4 +1,4 @@
-"""What a loss gets for one microbatch, and how its tokens are averaged over the whole batch."""
+"""Inputs of a loss for one microbatch, and its tokens' weights in the batch."""
 
 from dataclasses import dataclass, fields, replace
 from typing import Any
@@ -12,48 +12,47 @@ class LossInputs:
     """One packed microbatch: every tensor is [tokens]; counts are of the whole batch."""
 
     policy_logprobs: Tensor
-    """float: the learner's, with gradient."""
+    """float, with gradient."""
     behaviour: Tensor
-    """float: recorded by the server that sampled it."""
+    """float, recorded by the rollout server."""
     advantages: Tensor
-    """float: of the sample, of the turn or, by a critic, of the token."""
+    """float: of the sample, the turn or, by a critic, the token."""
     sampled: Tensor
     """bool: sampled by the policy, hence trained."""
     sequence: Tensor
-    """int64: index of the sample, in this microbatch or, if `scattered`, in the batch."""
+    """int64: index of the sample in this microbatch or, if `scattered`, in the batch."""
     num_sequences: int
     num_tokens: int
     """Sampled tokens, before any mask."""
     proximal: Tensor | None = None
-    """float: under the weights at the start of the step. None: `policy_logprobs`."""
+    """float, from the start of the step. None: `policy_logprobs`."""
     reference: Tensor | None = None
-    """float: under the frozen initial model."""
+    """float, of the frozen initial model."""
     entropy: Tensor | None = None
-    """float: the learner's."""
     versions: Tensor | None = None
-    """int: the version that sampled the token."""
+    """int: version that sampled the token."""
     version: int = 0
     undone: tuple[int, int] = (0, 0)
-    """A rewind undid versions above the first, up to the second; later policies have the same numbers."""
+    """A rewind undid versions above the first, up to the second; later policies reuse their numbers."""
     num_prompts: int | None = None
     prompt_tokens: Tensor | None = None
-    """int64: sampled tokens of the token's whole group."""
+    """int64: sampled tokens of the group."""
     sequence_tokens: Tensor | None = None
-    """int64: sampled tokens of the token's sample. None: counted here, which is wrong if scattered."""
+    """int64: sampled tokens of the sample. None: counted here, wrong if scattered."""
     scattered: bool = False
-    """Parts of a sample may be in other microbatches: losses of whole samples need `sequence_log_ratio`."""
+    """Whether a sample may span microbatches; losses of whole samples then need `sequence_log_ratio`."""
     sequence_log_ratio: Tensor | None = None
-    """float: sum of `log_ratio` over the whole sample; needs `sequence_tokens`. None: counted here."""
+    """float: sum of `log_ratio` over the sample; needs `sequence_tokens`. None: counted here."""
     m2_limit: Tensor | None = None
-    """[] float: of the whole batch. None: of this microbatch."""
+    """[] float, of the batch. None: of this microbatch."""
 
     @property
     def log_ratio(self) -> Tensor:
-        """log pi - log mu, with gradient: [tokens]."""
+        """log pi - log mu, with gradient."""
         return self.policy_logprobs - self.behaviour
 
     def clean(self) -> "LossInputs":
-        """The same with 0 (`version` for versions) at tokens that were not sampled: NaN there must reach nothing."""
+        """Zero what was not sampled (versions: `version`), so that NaN there reaches nothing."""
         changes: dict[str, Tensor] = {}
         for field in fields(self):
             value = getattr(self, field.name)
@@ -66,17 +65,17 @@ class LossInputs:
         return replace(self, **{name: value.clone() for name, value in values if isinstance(value, Tensor)})  # type: ignore[arg-type]
 
     def per_sequence(self, values: Tensor) -> Tensor:
-        """Sums of `values` [tokens] over each sequence's sampled tokens: [sequences or more]. No device sync."""
+        """Sums over each sequence's sampled tokens: [sequences or more]. No device sync."""
         size = max(values.numel(), self.num_sequences)
         values = torch.where(self.sampled, values, 0)
         return values.new_zeros(size).index_add(0, self.sequence, values)
 
     def lengths(self) -> Tensor:
-        """Sampled tokens of each sequence, shape as `per_sequence`."""
+        """Sampled tokens by sequence, shaped as `per_sequence`."""
         return self.per_sequence(self.sampled.to(self.policy_logprobs.dtype))
 
     def sequence_mean(self, values: Tensor) -> Tensor:
-        """Mean of `values` over each token's sequence: [tokens]."""
+        """Mean over each token's sequence: [tokens]."""
         return (self.per_sequence(values) / self.lengths().clamp(min=1))[self.sequence]
 
     def sample_log_ratio(self) -> Tensor:
@@ -86,7 +85,7 @@ class LossInputs:
         return self.sequence_log_ratio
 
     def mean_log_ratio(self) -> Tensor:
-        """Its mean: [tokens]."""
+        """Mean of `log_ratio` over each token's sample, detached: [tokens]."""
         if self.sequence_log_ratio is None or self.sequence_tokens is None:
             return self.sequence_mean(self.log_ratio.detach())
         return self.sequence_log_ratio / self.sequence_tokens.clamp(min=1)
@@ -94,7 +93,7 @@ class LossInputs:
 
 @dataclass(frozen=True)
 class LossContext:
-    """The fields of `LossInputs` that are known before a forward pass."""
+    """Fields of `LossInputs` known before a forward pass."""
 
     known: dict[str, Any]
 
@@ -107,10 +106,10 @@ class LossContext:
 
 
 def aggregation_weights(inputs: LossInputs, aggregation: str, constant_length: int | None) -> Tensor:
-    """[tokens] weights w: the loss of the batch is the sum of w times the loss of each token.
+    """Weights of token losses in the batch's loss: [tokens].
 
     token: 1/N (DAPO). sequence: 1/(S |y|) (GRPO). prompt: 1/(P tokens of the group) (ScaleRL). constant: 1/(S L) (Dr.
-    GRPO). Counts include masked tokens. Raises ValueError for a missing one.
+    GRPO). Counts include masked tokens.
     """
     ones = torch.ones_like(inputs.policy_logprobs)
     if aggregation == "token":

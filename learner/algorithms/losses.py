@@ -1,7 +1,7 @@
-"""The policy losses. Each returns the loss of each token; `Loss` aggregates it.
+"""The policy losses, of each token; `Loss` aggregates them.
 
-The loss is divided by counts of the whole batch, so microbatches and ranks simply add. mu is the behaviour policy, pi
-the learner, rho = pi/mu, A the advantage, and sg() stops the gradient.
+Divisors count the whole batch, so microbatches and ranks add up. mu is the behaviour policy, pi the learner, rho =
+pi/mu, A the advantage; sg() stops gradients.
 """
 
 from collections.abc import Callable
@@ -28,23 +28,23 @@ class TokenLosses(NamedTuple):
 
 
 def dppo(inputs: LossInputs, config: AlgorithmConfig) -> TokenLosses:
-    """-keep sg(min(rho, cap)) A log pi: CISPO in DPPO's one-sided total-variation trust region (arXiv:2602.04879)."""
+    """-keep sg(min(rho, cap)) A log pi: CISPO in DPPO's trust region (arXiv:2602.04879)."""
     loss, _, capped = cispo(inputs, config)
     masked = corrections.outside_trust_region(inputs, config.tv_low, config.tv_high)
     return TokenLosses(torch.where(masked, 0, loss), masked, capped & ~masked)
 
 
 def cispo(inputs: LossInputs, config: AlgorithmConfig) -> TokenLosses:
-    """-sg(min(rho, cap)) A log pi (MiniMax-M1, arXiv:2506.13585; no lower bound, as LlamaRL's AIPO and ScaleRL)."""
+    """-sg(min(rho, cap)) A log pi (MiniMax-M1, arXiv:2506.13585; no lower bound, as AIPO and ScaleRL)."""
     rho = corrections.ratio(inputs.policy_logprobs, inputs.behaviour).detach()
     loss = -rho.clamp(max=config.is_cap) * inputs.advantages * inputs.policy_logprobs
     return TokenLosses(loss, _none(loss), rho > config.is_cap)
 
 
 def ppo(inputs: LossInputs, config: AlgorithmConfig) -> TokenLosses:
-    """max(-A rho, -A clip(rho, 1 - low, 1 + high)); `dual_clip` bounds it by -A c where A < 0.
+    """max(-A rho, -A clip(rho, 1 - low, 1 + high)), at most -A c for A < 0 if `dual_clip` is c.
 
-    arXiv:1707.06347, dual clip arXiv:1912.09729. Correct on fresh data only.
+    arXiv:1707.06347; dual clip arXiv:1912.09729. Correct on fresh data only.
     """
     return _clipped(corrections.ratio(inputs.policy_logprobs, inputs.behaviour), inputs.advantages, config)
 
@@ -64,9 +64,9 @@ def decoupled(inputs: LossInputs, config: AlgorithmConfig) -> TokenLosses:
 
 
 def gspo(inputs: LossInputs, config: AlgorithmConfig) -> TokenLosses:
-    """PPO's loss with the geometric mean of a sample's rho as ratio of all its tokens (arXiv:2507.18071, GSPO-token).
+    """PPO's loss with the geometric mean of a sample's rho for all its tokens (GSPO-token, arXiv:2507.18071).
 
-    The gradient reaches each token through log pi - sg(log pi).
+    The gradient reaches tokens through log pi - sg(log pi).
     """
     log_ratio = inputs.mean_log_ratio()
     sequence_ratio = (log_ratio + inputs.policy_logprobs - inputs.policy_logprobs.detach()).clamp(max=10).exp()
@@ -90,13 +90,12 @@ def topr(inputs: LossInputs, config: AlgorithmConfig) -> TokenLosses:
 
 
 def reinforce(inputs: LossInputs, config: AlgorithmConfig) -> TokenLosses:
-    """-A log pi: correct on fresh data only."""
+    """-A log pi; correct on fresh data only."""
     loss = -inputs.advantages * inputs.policy_logprobs
     return TokenLosses(loss, _none(loss), _none(loss))
 
 
 def _clipped(rho: Tensor, advantages: Tensor, config: AlgorithmConfig) -> TokenLosses:
-    """PPO's surrogate, and where its gradient is 0."""
     loss = torch.maximum(-advantages * rho, -advantages * rho.clamp(1 - config.clip_low, 1 + config.clip_high))
     masked = ((advantages > 0) & (rho > 1 + config.clip_high)) | ((advantages < 0) & (rho < 1 - config.clip_low))
     if config.dual_clip is not None:
@@ -111,7 +110,7 @@ def _none(like: Tensor) -> Tensor:
 
 
 def _penalties(inputs: LossInputs, config: AlgorithmConfig) -> dict[str, Tensor]:
-    """Terms added to each token's loss, masked or not: [tokens] each. Raises ValueError for a missing input."""
+    """Terms of each token's loss, masked or not: [tokens] each."""
     terms: dict[str, Tensor] = {}
     if config.behaviour_kl > 0:
         terms["behaviour_kl"] = config.behaviour_kl * inputs.log_ratio**2  # pulls towards the data (prime-rl)
@@ -129,7 +128,7 @@ def _penalties(inputs: LossInputs, config: AlgorithmConfig) -> dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Loss:
-    """The loss of a microbatch, [], aggregated with OPSM, penalties and bonus; and its sums, [] float64 each."""
+    """The loss of a microbatch with OPSM, penalties and bonus: []; and its sums, [] float64 each."""
 
     policy: Callable[[LossInputs, AlgorithmConfig], TokenLosses]
     aggregation: str | None = None
@@ -147,8 +146,7 @@ class Loss:
         return torch.stack(list(losses.values())).sum(), sums
 
     def of_tokens(self, inputs: LossInputs, config: AlgorithmConfig) -> Tensor:
-        """The part of an `is_tokenwise` loss that comes from some sampled tokens: []. `inputs` must have counts and
-        `m2_limit`."""
+        """An `is_tokenwise` loss of some sampled tokens: []. `inputs` needs counts and `m2_limit`."""
         terms = sum(_penalties(inputs, config).values(), self.policy(inputs, config).loss)
         weights = aggregation_weights(inputs, self.aggregation or config.aggregation, config.constant_length)
         return (weights * terms).sum()
@@ -167,18 +165,16 @@ LOSSES: dict[str, Loss] = {
 
 
 def is_tokenwise(config: AlgorithmConfig) -> bool:
-    """Whether a token's gradient depends only on its own log-probability and on what is known before the forward
-    pass."""
+    """Whether a token's gradient depends on no other token's log-probability in the same pass."""
     return config.loss in LOSSES and LOSSES[config.loss].tokenwise and config.opsm_delta is None
 
 
 def needs_first_pass(config: AlgorithmConfig) -> bool:
-    """Whether the loss needs log-probabilities of the whole batch before the forward pass that it differentiates."""
+    """Whether the loss needs the whole batch's log-probabilities first."""
     return config.loss == "m2po"
 
 
 def needs_reference(config: AlgorithmConfig) -> bool:
-    """Whether the loss needs a frozen copy of the initial model."""
     return config.reference_kl > 0
 
 

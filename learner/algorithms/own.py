@@ -1,4 +1,4 @@
-"""The loss and the advantages of the run file: built-in ones by name, or a user's own by `path/to/file.py:function`.
+"""Losses and advantages by name, or a user's own by `path/to/file.py:function`.
 
 Checks at each call wait for no GPU; `own_trial.py` makes the others before training.
 """
@@ -22,18 +22,17 @@ DEVICE_ERRORS = (torch.OutOfMemoryError, torch.AcceleratorError, dist.DistError)
 
 
 class OwnFailure(ValueError):
-    """A user's function raises, or returns what cannot be trained on. A restart would only repeat it."""
+    """A user's function fails or returns what cannot be trained on. A restart would repeat it."""
 
 
 def loss_of(config: AlgorithmConfig) -> Loss:
-    """The loss that `algorithm.loss` names. Raises ValueError for a file that cannot be imported."""
+    """The loss that `algorithm.loss` names. Raises ValueError if its file cannot be imported."""
     if config.loss in LOSSES:
         return LOSSES[config.loss]
     return Loss(OwnLoss(config.loss, load_function("algorithm.loss", config.loss)), tokenwise=False)
 
 
 def advantage_of(config: AlgorithmConfig) -> Advantage:
-    """The function that `algorithm.advantage` names."""
     if config.advantage in ADVANTAGES:
         return ADVANTAGES[config.advantage]
     return OwnAdvantage(config.advantage, load_function("algorithm.advantage", config.advantage))
@@ -75,7 +74,7 @@ class OwnAdvantage:
 
 
 def spread(rewards: Tensor) -> str:
-    """Describe the rewards of a group whose advantages are not finite, and say what to do."""
+    """The rewards of a group without finite advantages, and a remedy."""
     least, most = float(rewards.min()), float(rewards.max())
     if least == most:
         return f"of a group whose rewards are all {least:g}; divide by no spread without adding a small number to it"
@@ -97,7 +96,7 @@ def result_of(key: str, name: str, function: Callable[..., Any], *given: Any) ->
 
 
 def must_have(key: str, name: str, made: object, shape: torch.Size, wanted: str) -> None:
-    """Raise OwnFailure for another shape, which torch would broadcast in silence."""
+    """Raise OwnFailure for another shape: torch would broadcast it silently."""
     if isinstance(made, Tensor) and made.shape == shape:
         return
     found = (

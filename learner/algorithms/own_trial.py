@@ -1,4 +1,4 @@
-"""Tries a user's own loss and advantage on a tiny batch, before anything is trained (docs/algorithms.md)."""
+"""Tries a user's own loss and advantage on a tiny batch, before training (docs/algorithms.md)."""
 
 import os
 from collections.abc import Callable, Iterator, Sequence
@@ -34,13 +34,13 @@ SHARED: dict[str, Callable[[], object]] = {
 }
 COLLECTIVES = ("c10d", "_c10d_functional", "c10d_functional")
 Part = tuple[Tensor, LossInputs]
-"""A microbatch, and the places of its tokens in the batch: [tokens] int64."""
+"""A microbatch, and its tokens' places in the batch: [tokens] int64."""
 
 
 def check_own(config: AlgorithmConfig, answer: int, has_segments: bool) -> Iterator[str]:
-    """Yield what was tried, in a line each. Raises ConfigError for what is refused.
+    """Yield a line for each trial. Raises ConfigError.
 
-    `has_segments`: a sample may lie in several microbatches.
+    `has_segments`: a sample may span microbatches.
     """
     config = config.model_copy(update={"constant_length": config.constant_length or answer})
     if config.advantage not in (*ADVANTAGES, GAE):
@@ -72,7 +72,6 @@ def check_advantage(config: AlgorithmConfig) -> None:
 
 
 def rewards_of(values: Sequence[float]) -> Tensor:
-    """Rewards as a batch has them: [samples] float64."""
     return torch.tensor(values, dtype=torch.float64)
 
 
@@ -95,7 +94,7 @@ def check_loss(config: AlgorithmConfig, has_segments: bool) -> None:
 
 
 def not_added(what: str, total: Tensor, value: Tensor) -> str:
-    """Return what is wrong with a loss that depends on how its batch is cut."""
+    """The fault of a loss that depends on how its batch is cut."""
     problem = f"a batch cut into {what} has the loss {total:.6g}, or another gradient, and the whole batch {value:.6g}"
     if "segment" in what:
         return f"{problem}; use inputs.sample_log_ratio() and inputs.sequence_tokens in place of sums over a sample"
@@ -103,10 +102,7 @@ def not_added(what: str, total: Tensor, value: Tensor) -> str:
 
 
 def backward(config: AlgorithmConfig, loss: Loss, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
-    """The sum of the parts' losses, and its gradient: [], [tokens].
-
-    Raises ValueError for a loss without gradient, or one that is not finite.
-    """
+    """Summed loss of the parts, and its gradient: [], [tokens]."""
     total, gradient = torch.zeros(()), torch.zeros(sum(LENGTHS) + len(LENGTHS))
     for tokens, inputs in parts:
         leaf = inputs.policy_logprobs.clone().requires_grad_()
@@ -134,7 +130,7 @@ def batch(config: AlgorithmConfig, far: float = 0.0) -> LossInputs:
     random = torch.Generator().manual_seed(0)
     lengths, groups = torch.tensor(LENGTHS), torch.tensor(GROUPS)
     sequence = torch.arange(len(LENGTHS)).repeat_interleave(lengths + 1)
-    size, sampled = len(sequence), sequence == sequence.roll(1)  # not the first token of a sample, its prompt
+    size, sampled = len(sequence), sequence == sequence.roll(1)  # without each sample's first token, its prompt
     behaviour = -torch.rand(size, generator=random) * 3 - 0.05
     ratio = 0.3 * torch.randn(size, generator=random)
     ratio[::5] += far * torch.tensor([1.0, -1.0]).repeat(size)[: len(ratio[::5])]
@@ -158,27 +154,27 @@ def batch(config: AlgorithmConfig, far: float = 0.0) -> LossInputs:
 
 
 def part(whole: LossInputs, samples: Sequence[int]) -> Part:
-    """A microbatch of whole samples, which are numbered anew in it."""
+    """A microbatch of whole samples, numbered anew."""
     tokens = torch.isin(whole.sequence, torch.tensor(samples)).nonzero().flatten()
     chosen = of_tokens(whole, tokens)
     return tokens, replace(chosen, sequence=chosen.sequence.unique(return_inverse=True)[1])
 
 
 def unsampled(whole: LossInputs) -> Part:
-    """A microbatch without a sampled token, as a rank gets one that has fewer microbatches than others."""
+    """A microbatch without sampled tokens, as on ranks that have fewer microbatches."""
     tokens, first = part(whole, [0])
     return tokens, replace(first, sampled=torch.zeros_like(first.sampled))
 
 
 def halves(whole: LossInputs) -> list[Part]:
-    """Two microbatches with every second token of each sample; the log-ratios of whole samples are known."""
+    """Two microbatches of every second token, with log-ratios of whole samples."""
     known = replace(whole, scattered=True, sequence_log_ratio=whole.per_sequence(whole.log_ratio)[whole.sequence])
     places = torch.arange(len(whole.sequence))
     return [(tokens, of_tokens(known, tokens)) for tokens in (places[::2], places[1::2])]
 
 
 def of_tokens(whole: LossInputs, tokens: Tensor) -> LossInputs:
-    """The same of these tokens; counts stay those of the whole batch."""
+    """The inputs of these tokens, with counts of the whole batch."""
     values: dict[str, Any] = {field.name: getattr(whole, field.name) for field in fields(whole)}
     of_these: dict[str, Any] = {name: x[tokens] if isinstance(x, Tensor) else x for name, x in values.items()}
     return LossInputs(**of_these)
@@ -196,7 +192,7 @@ class NoCollectives(TorchDispatchMode):
 
 
 def check_alone(config: AlgorithmConfig) -> None:
-    """Raise ConfigError for a user's function that waits for other ranks. Only for a process that is no rank."""
+    """Raise ConfigError if a user's function waits for other ranks. Not for use on a rank."""
     dist.init_process_group("fake", rank=0, world_size=2)
     try:
         with NoCollectives():

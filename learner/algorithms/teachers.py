@@ -1,8 +1,7 @@
-"""On-policy distillation: what a teacher adds to the advantage of each token, and its metrics.
+"""What a teacher adds to each token's advantage, and its metrics (docs/teachers.md).
 
-A of a token gains weight (log q - log mu), where q is the teacher and mu the behaviour policy. The mean of log mu - log
-q over sampled tokens is an unbiased estimate of the reverse KL of mu to q (arXiv:2306.13649; Thinking Machines,
-On-Policy Distillation, 2025).
+A gains weight (log q - log mu), with teacher q and behaviour policy mu. The mean of log mu - log q over sampled tokens
+is an unbiased estimate of their reverse KL (arXiv:2306.13649).
 """
 
 from collections.abc import Collection, Iterable, Mapping
@@ -10,18 +9,18 @@ from collections.abc import Collection, Iterable, Mapping
 from torch import Tensor
 
 SHARE, KL = "teacher/share", "teacher/reverse_kl"
-"""Metrics: share of sampled tokens that have a teacher, and their reverse KL in nats."""
+"""Share of sampled tokens with a teacher; their reverse KL in nats."""
 DIVERGENCE, DIVERGENCE_SUM = "teacher/divergence", "teacher_divergence"
-"""With `teacher.top_k`: mean divergence in nats, and its sum."""
+"""With `teacher.top_k`: mean divergence in nats; its sum."""
 
 
 def with_teacher(advantages: Tensor, teacher: Tensor, behaviour: Tensor, weights: Tensor) -> Tensor:
-    """A + weight (log q - log mu): [tokens] float. `weights` are 0 for tokens without a teacher."""
+    """A + weight (log q - log mu): [tokens] float. Weights are 0 without a teacher."""
     return advantages + weights * (teacher - behaviour)
 
 
 def kl_sums(kl: Mapping[str, tuple[float, int]], names: Iterable[str]) -> dict[str, float]:
-    """Sums over a rank's samples, the same keys on all ranks.
+    """Sums over a rank's samples, with the same keys on all ranks.
 
     `kl`: by teacher the sum of log mu - log q, and its tokens.
     """
@@ -32,7 +31,6 @@ def kl_sums(kl: Mapping[str, tuple[float, int]], names: Iterable[str]) -> dict[s
 
 
 def kl_metrics(sums: Mapping[str, float], names: Collection[str], sampled: float) -> dict[str, float]:
-    """Metrics from the sums of the whole batch, with `sampled` tokens."""
     if not names:
         return {}
     tokens = {name: sums[_key(name, "tokens")] for name in names}

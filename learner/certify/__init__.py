@@ -1,2 +1,1 @@
-"""The certificate (docs/models.md): a small copy of a model is trained and pushed, and compared in float32 on
-the CPU."""
+"""Certificates (docs/models.md): small copies of models are compared with transformers on the CPU."""

@@ -1,4 +1,4 @@
-"""Makes a certificate: shrinks a model, trains and pushes the copy, and collects the comparisons. Reads no weights."""
+"""Makes a certificate with a small copy of a model. Reads no weights."""
 
 import copy
 import hashlib
@@ -61,7 +61,6 @@ def key_of(config: PreTrainedConfig, share: bool, trusted: bool, splits: bool = 
 
 
 def software() -> dict[str, str]:
-    """Return the versions of the libraries that compute."""
     found = {}
     for name in SOFTWARE:
         try:
@@ -72,8 +71,7 @@ def software() -> dict[str, str]:
 
 
 def certify(model: ModelConfig, share: bool, mesh: DeviceMesh, pair: Pair, splits: bool = False) -> Certificate:
-    """Make the certificate of `model`. `splits`: ranks share rows. Raises ConfigError for a config that transformers
-    cannot read."""
+    """`splits`: ranks share rows. Raises ConfigError for a config that transformers cannot read."""
     return certify_config(loading.read_config(model), model, share, mesh, pair, splits)
 
 
@@ -102,7 +100,7 @@ def certify_config(
 
 
 def write_copy(config: PreTrainedConfig, model: ModelConfig, folder: Path) -> ModelConfig:
-    """Write a small copy with random weights into `folder`/model."""
+    """Write a small copy with random weights."""
     folder, trusted = folder / "model", model.trust_remote_code
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
@@ -132,7 +130,6 @@ def described(folder: Path) -> str:
 def examine(
     model: ModelConfig, share: bool, mesh: DeviceMesh, pair: Pair, folder: Path, splits: bool = False
 ) -> list[Check]:
-    """Compare the copy in `model.path` in every way."""
     config, reference = loading.read_config(model), read_reference(model)
     try:
         policy = Policy(model, OPTIONS.model_copy(update={"share_prompts": share}), mesh)
@@ -160,7 +157,7 @@ def examine(
 
 
 def read_reference(model: ModelConfig) -> PreTrainedModel:
-    """Read the copy as transformers runs it: eager attention, and no dropout."""
+    """The copy with transformers' eager attention, without dropout."""
     reference: PreTrainedModel = loading.auto_class(loading.read_config(model)).from_pretrained(
         model.path, dtype=torch.float32, attn_implementation="eager", trust_remote_code=model.trust_remote_code
     )
@@ -169,7 +166,7 @@ def read_reference(model: ModelConfig) -> PreTrainedModel:
 
 
 def compare_ranks(what: str, model: ModelConfig, reference: PreTrainedModel, case: Case, pair: Pair) -> Sequence[Check]:
-    """Compare what two ranks compute of half of the documents each, and their summed gradients."""
+    """Compare what two ranks compute of half of the documents each."""
     weights = coefficients(case).numpy()
     ends = np.cumsum([len(text) - 1 for text in case.texts])[:-1]
     seen = case.seen or [()] * len(case.texts)
@@ -180,7 +177,7 @@ def compare_ranks(what: str, model: ModelConfig, reference: PreTrainedModel, cas
 
 
 def compare_split(model: ModelConfig, reference: PreTrainedModel, case: Case, pair: Pair) -> Sequence[Check]:
-    """Compare what two ranks compute of a row that they share, each with half of its tokens."""
+    """Compare what two ranks compute of a row that they share."""
     row, ends = case.row, case.row.cu_seqlens[1:-1].tolist()
     pieces = np.split(row.tokens.numpy(), ends)
     scored = [int(each.sum()) for each in np.split(row.sampled.numpy(), ends)]

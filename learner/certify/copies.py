@@ -1,4 +1,4 @@
-"""Compares copies of changed weights: as servers get them over the weights wire, and as an export has them on disk."""
+"""Compares copies of changed weights, pushed to servers and exported to disk."""
 
 import shutil
 from pathlib import Path
@@ -23,13 +23,13 @@ from learner.weights.plan import Plan
 BUCKET_BYTES = 1 << 20
 CHANGE = 0.05
 LEAST = 100 * LIMIT
-"""Smaller changes of log-probabilities would prove nothing."""
+"""Smaller changes of log-probabilities prove nothing."""
 
 
 def compare_copies(
     policy: Policy, reference: PreTrainedModel, model: ModelConfig, case: Case, folder: Path
 ) -> list[Check]:
-    """Change the policy's weights, and compare what a server and a reader of the export compute with them."""
+    """Change the policy's weights, and compare a server and a reader of the export."""
     change(policy)
     with torch.no_grad():
         ours = policy.score(policy.place(case.row), 1.0)[case.row.scored]
@@ -57,7 +57,6 @@ def compare_copies(
 
 @torch.no_grad()
 def change(policy: Policy) -> None:
-    """Change every trained weight, as a huge optimizer step would."""
     draw = torch.Generator().manual_seed(2)
     for name, parameter in policy.model.named_parameters():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -66,7 +65,7 @@ def change(policy: Policy) -> None:
 
 
 def as_received(policy: Policy) -> dict[str, Tensor]:
-    """Return the weights by name as a server sees them in its buckets."""
+    """The weights as a server gets them in its buckets."""
     plan = Plan.of(policy.weight_specs(), BUCKET_BYTES, policy.frozen_names())
     buckets = Buckets(plan, policy.device)
     buckets.fill(policy.full_weights())
@@ -74,7 +73,7 @@ def as_received(policy: Policy) -> dict[str, Tensor]:
 
 
 def write_pushed(weights: dict[str, Tensor], model: ModelConfig, folder: Path) -> None:
-    """Write weights under the names that they are sent with, beside the model's other files."""
+    """Write weights under their sent names, beside the model's other files."""
     folder.mkdir()
     for file in Path(model.path).iterdir():
         if file.is_file() and not file.name.endswith(export.WEIGHT_FILES):

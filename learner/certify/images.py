@@ -1,4 +1,4 @@
-"""The rows with images that a certificate compares."""
+"""The certificate's rows with images."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -22,7 +22,7 @@ from learner.train.pictures import Piece, show
 HALF = (0.5, 0.5, 0.5)
 Seen = Sequence[SeenImage]
 Part = int | tuple[int, int, int]
-"""Tokens of text, or a picture: its number, and its height and width in tokens."""
+"""Tokens of text, or a picture: number, height and width in tokens."""
 DOCUMENTS: tuple[tuple[Part, ...], ...] = (
     (4, (0, 2, 3), 6),
     (3, (1, 1, 1), (0, 2, 3), 9, (2, 4, 2), 5),
@@ -34,7 +34,6 @@ ANSWERS: tuple[tuple[Part, ...], ...] = ((4,), (1,), (3, (4, 2, 2), 5))
 
 
 def image_cases(config: PreTrainedConfig) -> Iterator[Case]:
-    """Yield the rows of a small copy with this config."""
     form, draw = form_of(config), np.random.default_rng(3)
     texts, seen = zip(*(_written(form, draw, parts) for parts in DOCUMENTS), strict=True)
     yield _packed("images, one document = eager", texts[1:2], seen[1:2])
@@ -61,7 +60,6 @@ def _packed(what: str, texts: Sequence[np.ndarray], seen: Sequence[Seen]) -> Cas
 
 
 def shown_row(texts: Sequence[np.ndarray], seen: Sequence[Seen], groups: Sequence[int] = ()) -> Microbatch:
-    """Pack `texts`, each with its images."""
     return show(
         packed_row(texts, groups),
         [Piece(images, len(text), slice(None)) for text, images in zip(texts, seen, strict=True)],
@@ -69,7 +67,6 @@ def shown_row(texts: Sequence[np.ndarray], seen: Sequence[Seen], groups: Sequenc
 
 
 def form_of(config: PreTrainedConfig) -> ImageFormat:
-    """How a model of this config sees images."""
     vision, mutual = config.vision_config, config.model_type in MUTUAL
     side = vision.image_size if mutual else None
     merge = side // vision.patch_size // isqrt(config.mm_tokens_per_image) if side else vision.spatial_merge_size
@@ -105,7 +102,7 @@ def _written(form: ImageFormat, draw: np.random.Generator, parts: Sequence[Part]
 
 
 def given_images(text: np.ndarray, seen: Seen) -> Mapping[str, Tensor]:
-    """What transformers' processor would give a model with the images of a document."""
+    """What transformers' processor gives a model for a document's images."""
     if not seen:
         return {}
     pictures = [picture for _, picture in seen]
@@ -122,7 +119,7 @@ def given_images(text: np.ndarray, seen: Seen) -> Mapping[str, Tensor]:
 
 
 def placed(policy: Policy, row: Microbatch) -> Microbatch:
-    """`row` on the policy's device, its prompts shared or copied as they are."""
+    """`row` on the policy's device, its prompts shared or copied as before."""
     if policy.sight is not None and row.images is not None:
         row = replace(row, images=policy.sight.lay_out(row.images))
     return row.to(policy.device)

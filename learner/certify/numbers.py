@@ -1,5 +1,4 @@
-"""Compares a policy's log-probabilities and gradients with those of transformers' eager model, which computes every
-document alone."""
+"""Compares a policy with transformers' eager model, document by document."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -21,7 +20,7 @@ SERVER_LIMIT = 1e-3
 """vLLM's kernels compute in another order."""
 GRADIENT_LIMIT = 1e-3
 NEGLIGIBLE = 1e-3
-"""A gradient with a smaller share of the whole norm is compared with this share."""
+"""Gradients below this share of the whole norm are compared with this share."""
 Gradients = Mapping[str, Tensor]
 
 
@@ -34,7 +33,6 @@ def attempt(what: str, compared: Callable[[], Sequence[Check]]) -> list[Check]:
 
 
 def compare(policy: Policy, reference: PreTrainedModel, case: Case) -> list[Check]:
-    """Compare log-probabilities and gradients of a row."""
     return attempt(case.what, lambda: [_logprobs(policy, reference, case), gradient(policy, reference, case)])
 
 
@@ -50,7 +48,7 @@ def _logprobs(policy: Policy, reference: PreTrainedModel, case: Case) -> Check:
 
 
 def gradient(policy: Policy, reference: PreTrainedModel, case: Case) -> Check:
-    """Compare the gradients of a weighted sum of a row's log-probabilities."""
+    """Compare the gradients of a weighted sum of log-probabilities."""
     weights = coefficients(case)
     policy.zero_grad()
     (policy(placed(policy, case.row), 1.0)[0][case.row.scored] * weights).sum().backward()
@@ -58,20 +56,20 @@ def gradient(policy: Policy, reference: PreTrainedModel, case: Case) -> Check:
 
 
 def gradients(reference: PreTrainedModel, case: Case) -> dict[str, Tensor]:
-    """Return the reference's gradients of the same sum."""
+    """The reference's gradients of the same sum."""
     reference.zero_grad()
     (expected(reference, case) * coefficients(case)).sum().backward()
     return {name: x.grad for name, x in reference.named_parameters() if x.grad is not None}
 
 
 def gradients_of(policy: Policy) -> dict[str, Tensor]:
-    """The whole gradients. A collective."""
+    """A collective."""
     found = ((name, x.grad) for name, x in policy.model.named_parameters() if x.grad is not None)
     return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found}
 
 
 def judge_gradients(what: str, ours: Gradients, theirs: Gradients, model: nn.Module) -> Check:
-    """A parameter that only one side has counts as a gradient of zero on the other."""
+    """A parameter that one side lacks has a zero gradient there."""
     whole = float(torch.stack([x.float().norm() for x in theirs.values()]).norm())
     worst, where = 0.0, ""
     for name in sorted({*ours, *theirs}):
@@ -88,13 +86,13 @@ def judge_gradients(what: str, ours: Gradients, theirs: Gradients, model: nn.Mod
 
 
 def expected(reference: PreTrainedModel, case: Case) -> Tensor:
-    """transformers' log-probabilities of a row's scored tokens: [scored]."""
+    """transformers' log-probabilities: [scored]."""
     every = zip(case.texts, case.given, case.seen or [()] * len(case.texts), strict=True)
     return torch.cat([alone(reference, text, given_images(text, seen))[given - 1 :] for text, given, seen in every])
 
 
 def coefficients(case: Case) -> Tensor:
-    """Weights of the log-probabilities: [scored]."""
+    """Weights of log-probabilities: [scored]."""
     return torch.from_numpy(np.random.default_rng(9).standard_normal(len(case.row.scored)).astype(np.float32))
 
 

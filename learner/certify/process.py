@@ -1,6 +1,6 @@
-"""Has a certificate made in forked processes, and keeps it in the folder of a run.
+"""Has a certificate made in forked processes, and keeps it in the run's folder.
 
-Call it before this process computes with torch: a forked process must not find a pool of threads.
+Call it before this process computes: a fork must not find torch's threads.
 """
 
 import json
@@ -39,7 +39,7 @@ def leads(environment: Mapping[str, str]) -> bool:
 
 
 def require(config: Config) -> None:
-    """Raise ConfigError unless the run's model has a certificate that holds, and takes its adapter."""
+    """Raise ConfigError unless the run's model has a valid certificate and takes its adapter."""
     model, file = config.model, config.run.path / FILE
     facts, learner = loading.read_config(model), config.learner
     share, splits = bool(learner.share_prompts), learner.context_parallel > 1
@@ -62,13 +62,12 @@ def require(config: Config) -> None:
 
 
 def made(model: ModelConfig, share: bool, splits: bool = False, limit_s: float = LIMIT_S) -> Certificate:
-    """Have a certificate made; arguments as in `certify`."""
     loading.read_config(model)
     return Certificate.model_validate_json(_forked(_make, model, (share, splits), limit_s))
 
 
 def checked(model: ModelConfig, share: bool, limit_s: float = LIMIT_S) -> None:
-    """Do `check_exact` in a process of its own."""
+    """Do `check_exact` in its own process."""
     if problems := json.loads(_forked(_check, model, (share,), limit_s)):
         raise ConfigError(problems)
 
@@ -94,7 +93,7 @@ def _forked(target: Callable[..., str], model: ModelConfig, given: tuple[bool, .
 
 @contextmanager
 def one_rank() -> Iterator[DeviceMesh]:
-    """Yield the mesh of a process group of one rank, which is gone afterwards."""
+    """Yield the mesh of a temporary process group of one rank."""
     gloo_here()
     dist.init_process_group("gloo", store=HashStore(), rank=0, world_size=1, timeout=timedelta(seconds=LIMIT_S))
     try:
@@ -104,7 +103,7 @@ def one_rank() -> Iterator[DeviceMesh]:
 
 
 def prepare() -> None:
-    """End with the parent, which alone takes Ctrl-C. Compute without kernels."""
+    """End with the parent, which alone takes Ctrl-C; compute without kernels."""
     die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     state.use_torch_alone()

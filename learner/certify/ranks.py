@@ -1,4 +1,4 @@
-"""Two ranks that shard a model, for the certificate: each computes half of the documents, and both the gradient.
+"""Two ranks that shard a model: each computes half of the documents, both the gradient.
 
 An error of one rank ends both; the next question starts two others.
 """
@@ -41,8 +41,6 @@ OPTIONS = LearnerConfig(
 
 
 class ComparedText(NamedTuple):
-    """What a rank computes of a row."""
-
     tokens: np.ndarray
     weights: np.ndarray
     seen: Sequence[SeenImage] = ()
@@ -58,12 +56,12 @@ class Sharing(NamedTuple):
 
 @dataclass
 class Answer:
-    """Log-probabilities, and on rank 0 the summed gradients."""
+    """Log-probabilities, and on rank 0 summed gradients."""
 
     logprobs: list[np.ndarray] = field(default_factory=list)
     gradients: dict[str, np.ndarray] = field(default_factory=dict)
     unmet: str = ""
-    """Why the ranks did not find each other."""
+    """Why the ranks did not meet."""
     error: str = ""
 
 
@@ -124,11 +122,11 @@ class Pair:
 
 
 def serve(connection: Connection, rank: int, store: str, prepare: Callable[[], None]) -> None:
-    """Be rank `rank` until the caller closes its end."""
+    """Be a rank until the caller closes its end."""
     prepare()
     gloo_here()
     transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
-    torch.set_num_threads(1)  # a forked process must not use its parent's pool of threads
+    torch.set_num_threads(1)  # a fork must not use its parent's threads
     limit = timedelta(seconds=LIMIT_S / 2)
     try:
         dist.init_process_group("gloo", store=FileStore(store, RANKS), rank=rank, world_size=RANKS, timeout=limit)

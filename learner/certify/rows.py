@@ -1,4 +1,4 @@
-"""The rows of tokens that a certificate compares."""
+"""The certificate's rows of tokens."""
 
 from collections.abc import Iterator, Sequence
 from math import inf
@@ -17,7 +17,7 @@ SHARED = ((9, (4, 1, 6), (11,)), (2 * WINDOW + 5, (WINDOW + 6, 3 * WINDOW + 2, 3
 
 
 class Case(NamedTuple):
-    """A packed row, and its documents as a model sees each alone."""
+    """A packed row, and its documents alone."""
 
     what: str
     row: Microbatch
@@ -29,7 +29,6 @@ class Case(NamedTuple):
 
 
 def cases(vocabulary: int) -> Iterator[Case]:
-    """Yield the rows, with random tokens."""
     draw = np.random.default_rng(0)
 
     def made(lengths: tuple[int, ...]) -> list[np.ndarray]:

@@ -1,1 +1,1 @@
-"""The critic of `algorithm.advantage: gae`: a second model beside the policy, which learns what a state is worth."""
+"""The critic of `algorithm.advantage: gae`: a second model, which estimates values."""

@@ -1,8 +1,4 @@
-"""Bytes that are alive at each moment of a computation on the meta device, which frees its tensors as a GPU would.
-
-`memory.py` runs forward and backward passes under `Alive`, twice with rows of different length: `lines` are the moments
-as straight lines over the number of tokens.
-"""
+"""Counts bytes alive at each moment of a computation on the meta device, which frees tensors as a GPU would."""
 
 import weakref
 from collections.abc import Iterable, Sequence
@@ -17,7 +13,7 @@ from learner.model.kernels.operators import ATTEND_BACKWARD
 
 
 class Line(NamedTuple):
-    """Bytes over tokens: `fixed + per_token * tokens`."""
+    """Bytes: `fixed + per_token * tokens`."""
 
     fixed: int
     per_token: int
@@ -35,7 +31,7 @@ IN_PLACE: dict[Any, Any] = {
 
 
 class Alive(TorchDispatchMode):
-    """Counts storages that are made within it, as long as they live. Views and results in place make none."""
+    """Counts storages made within it while they live. Views and in-place results make none."""
 
     def __init__(self, known: Iterable[Tensor] = ()) -> None:
         super().__init__()
@@ -73,15 +69,15 @@ class Alive(TorchDispatchMode):
 
 
 def _workspace(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """Bytes that kernels hold while they compute gradients of attention: that of the queries in float32 and, where
-    heads of keys are shared, those of keys and values for each head of queries."""
+    """Attention's backward kernels also hold float32 gradients of queries and, for shared heads of keys, gradients for
+    each head of queries.
+    """
     shared = 2 * q.nbytes if k.shape[1] < q.shape[1] else 0
     return 4 * q.numel() + shared
 
 
 def lines(short: Sequence[int], long: Sequence[int], tokens: int) -> list[Line]:
-    """Levels of the same moments with `tokens` and with twice as many, as lines; only those that are highest for some
-    number of tokens."""
+    """Levels with `tokens` and twice as many, as lines; only those that are highest somewhere."""
     if len(short) != len(long):  # some code loops over tokens
         short, long = [max(short)], [max(long)]
     slopes = ((b - a) / tokens for a, b in zip(short, long, strict=True))
@@ -89,7 +85,7 @@ def lines(short: Sequence[int], long: Sequence[int], tokens: int) -> list[Line]:
 
 
 def highest(found: Iterable[Line]) -> list[Line]:
-    """The lines of the upper envelope for 0 or more tokens, by rising slope."""
+    """The upper envelope by rising slope."""
     envelope: list[Line] = []
     for line in sorted(found, key=lambda line: (line.per_token, line.fixed)):
         while envelope and (line.fixed >= envelope[-1].fixed or _hidden(envelope, line)):
@@ -99,7 +95,6 @@ def highest(found: Iterable[Line]) -> list[Line]:
 
 
 def _hidden(envelope: Sequence[Line], line: Line) -> bool:
-    """Whether the last line of the envelope is nowhere the highest once `line` is there."""
     if len(envelope) < 2:
         return False
     first, middle = envelope[-2:]

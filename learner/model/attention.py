@@ -1,8 +1,5 @@
-"""Variable-length attention over packed documents, registered with transformers under our own names.
-
-The row's bounds, `shared_prompts` and `context_group` are keyword arguments of the model's forward, or come from the
-block around a layer (`bounds.py`). transformers builds no mask for these names, so no [tokens, tokens] mask ever
-exists.
+"""Variable-length attention over packed documents, registered with transformers under names for which it builds no
+mask.
 """
 
 import importlib
@@ -28,9 +25,9 @@ from learner.model.towers import ImageBlocks
 
 log = logging.getLogger(__name__)
 PREFIX = "headrace_"
-"""transformers takes a name with `flash` for one of its own kernels, and looks for that package."""
+"""transformers takes a name with `flash` for its own kernels, and looks for that package."""
 NAMES = {"sdpa": "torch", "varlen": "varlen", "flash": "fa", "flash4": "fa4"}
-"""A model with attention sinks refuses a name that contains `sdpa`."""
+"""A model with attention sinks refuses names that contain `sdpa`."""
 TOWER = "_flash"
 AUTO = ("flash4", "flash", "varlen", "sdpa")
 PACKAGES = {
@@ -38,7 +35,7 @@ PACKAGES = {
     "flash4": ("flash-attn-4[cu13]", "flash_attn.cute"),
 }
 MOST_GATHERED = 0.5
-"""A row's heads of keys, with copies, over its heads of queries: at 0.46 gathering was faster than a second call."""
+"""Heads of a row's keys, with copies, over heads of queries: at 0.46 gathering was faster than a second call."""
 LARGEST_HEAD = 256
 TREE_LAYERS = {"full_attention", "sliding_attention"}
 ARGUMENTS = (
@@ -49,22 +46,20 @@ ARGUMENTS = (
     *("position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states", "return_dict"),
 )
 Attention = Callable[..., tuple[Tensor, None]]
-"""As transformers calls it: tensors [1, heads, tokens, head_dim]."""
+"""Tensors are [1, heads, tokens, head_dim]."""
 
 
 def registered(name: str) -> str:
-    """The attention's name in transformers' registry."""
     return PREFIX + NAMES[name]
 
 
 def of_tower(name: str) -> str:
-    """Only a name with `flash` in it gets the bounds of all images at once; else transformers calls it image by image,
-    and waits for the GPU."""
+    """transformers calls an attention without `flash` in its name image by image, and waits for the GPU."""
     return registered("sdpa" if name == "sdpa" else "varlen") + TOWER  # no other kernel has been tried with 80 a head
 
 
 def choose(wanted: str, device: torch.device, dtype: torch.dtype, config: PreTrainedConfig | None = None) -> str:
-    """Take `wanted`, or for `auto` the first that works here, and with `config` for this model. Raises ConfigError.
+    """Take `wanted`, or for `auto` the first that works. Raises ConfigError.
 
     A `device` without an index must not be touched yet: no kernel is loaded.
     """
@@ -122,19 +117,19 @@ def _import_failure(module: str) -> str | None:
 
 
 def installed(name: str) -> bool:
-    """Both packages provide `flash_attn`, and either may be there alone."""
+    """Both packages provide `flash_attn`, and either may be alone."""
     return find_spec("flash_attn") is not None and find_spec(PACKAGES[name][1]) is not None
 
 
 def most_copied(config: PreTrainedConfig) -> float:
-    """Keys that a row copies at most for answers to short prompts, per token; below 0: never."""
+    """Keys that a row may copy for short prompts, per token; negative: none."""
     text = config.get_text_config()
     heads: int = text.num_attention_heads
     return MOST_GATHERED * heads / (getattr(text, "num_key_value_heads", None) or heads) - 1
 
 
 def why_unshared(config: PreTrainedConfig, name: str, device: torch.device, kept: Sequence[str] = ()) -> str | None:
-    """Why attention `name` cannot compute a prompt once for several samples of this model; None if it can."""
+    """Why attention `name` cannot share prompts of this model; None if it can."""
     text = config.get_text_config()
     if config.model_type in MUTUAL and sees(config):
         return "the tokens of an image see each other, and only causal attention can share a prompt"
@@ -150,7 +145,7 @@ def why_unshared(config: PreTrainedConfig, name: str, device: torch.device, kept
 
 
 def why_no_trees(config: PreTrainedConfig, name: str, device: torch.device, kept: Sequence[str] = ()) -> str | None:
-    """On a CPU a sliding window does not matter: all keys of a text are copied."""
+    """On CPUs sliding windows do not matter: all keys are copied."""
     text = config.get_text_config()
     if kept:
         return f"the model has layers that keep a state ({', '.join(kept)})"
@@ -166,9 +161,9 @@ def why_no_trees(config: PreTrainedConfig, name: str, device: torch.device, kept
 def key_room(config: PreTrainedConfig, layers: int) -> float:
     """Memory of a copied key in attention's backward pass over that of a token.
 
-    A copy takes key and value, their gradients, and one of these in float32; flash-attn's kernel also writes gradients
-    for each head of queries. A token takes its inputs of `layers` blocks and, in one block, three halves of the
-    products with its width, but for an MLP's: that is on the safe side.
+    A copy takes key and value, their gradients, one of these in float32 and, with flash-attn, gradients for each head
+    of queries. A token takes inputs of `layers` blocks and, in one block, three halves of the products with its width,
+    without an MLP's, to be safe.
     """
     text: Any = config.get_text_config()
     own = getattr(text, "is_heterogeneous", False)
@@ -189,7 +184,7 @@ def _key_room(config: Any, width: int, layers: int) -> float:
 
 
 def adapt(name: str) -> Attention:
-    """The kernel `name` as an attention for transformers: exactly one call of it where no prompt is shared."""
+    """The kernel `name` for transformers: one call where no prompt is shared."""
 
     def attend(
         module: nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **kwargs: Any
@@ -236,7 +231,7 @@ def _computed(
 def _seen_both_ways(
     name: str, out: Tensor, inputs: tuple[Tensor, Tensor, Tensor], blocks: ImageBlocks, kwargs: Mapping[str, Any]
 ) -> Tensor:
-    """Tokens of images see their whole image and what is before it, within the sliding window."""
+    """Tokens of images also see their whole image, within the sliding window."""
     q, k, v = inputs
     window, softcap = kwargs.get("sliding_window"), kwargs.get("softcap")
     kernel = "plain" if name == "sdpa" and (window or softcap or not q.is_cpu) else name
@@ -248,7 +243,7 @@ def _seen_both_ways(
 
 
 def _widened(x: Tensor, width: int) -> Tensor:
-    """Zeros change no score, and the kernels take one size."""
+    """Zeros change no score; kernels take one size."""
     return pad(x, (0, width - x.shape[-1]))
 
 
@@ -263,7 +258,7 @@ def _check_arguments(module: nn.Module, given: Mapping[str, Any]) -> None:
 def sdpa(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, longest: int, causal: bool, scale: float, window: int | None
 ) -> Tensor:
-    """torch's SDPA on [documents, longest], padded on the right: causally, a real token never sees the padding."""
+    """torch's SDPA on [documents, longest], padded on the right: causally, no real token sees the padding."""
     position = torch.arange(longest, device=q.device)
     lengths = cu_seqlens.diff()
     real = position < lengths[:, None]

@@ -1,9 +1,4 @@
-"""What one block's forward and backward pass holds, traced on the meta device with the rest of the model's blocks left
-out.
-
-`memory.py` adds up what the blocks before it keep, and what FSDP and the optimizer hold. Compiled blocks are estimated
-there, because tracing shows what torch computes eagerly.
-"""
+"""What one block's passes hold, traced on the meta device without the other blocks."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -20,29 +15,25 @@ from learner.model.compiled_trace import Flow
 from learner.model.loading import blocks
 
 TOKENS = 1024
-"""Length of the shorter of two traced rows; the longer one is twice as long."""
+"""Length of the shorter of two traced rows."""
 
 
 @dataclass(frozen=True)
 class BlockTrace:
-    """A block, in bytes."""
-
     kept: int
-    """Per token, from its forward to its backward pass."""
+    """Bytes per token, from forward to backward pass."""
     moments: tuple[Line, ...]
-    """Its passes at their highest: its own gradients are in the fixed part."""
+    """Peaks of the block, whose gradients are in the fixed part."""
 
 
 @dataclass(frozen=True)
 class ModelTrace:
-    """All blocks in order, and what is kept per token outside of them."""
+    """All blocks in order, and bytes per token outside of them."""
 
     blocks: tuple[BlockTrace, ...]
     ends: int
 
     def scaled(self, factor: float) -> "ModelTrace":
-        """The same in numbers of another size."""
-
         def of(block: BlockTrace) -> BlockTrace:
             moments = (Line(round(factor * line.fixed), round(factor * line.per_token)) for line in block.moments)
             return BlockTrace(round(factor * block.kept), tuple(moments))
@@ -51,7 +42,7 @@ class ModelTrace:
 
 
 def trace_model(empty: PreTrainedModel, decode: Callable[[int], Tensor]) -> ModelTrace:
-    """Trace each kind of block of `empty`, on meta. `decode` computes final hidden states of a row of some tokens."""
+    """Trace each kind of block. `decode`: number of tokens -> final hidden states."""
     every, traced = blocks(empty), dict[Any, BlockTrace]()
     ends = _Run.of(empty, decode, None)
     for number, block in enumerate(every):
@@ -62,25 +53,24 @@ def trace_model(empty: PreTrainedModel, decode: Callable[[int], Tensor]) -> Mode
 
 
 def trace_compiled(empty: PreTrainedModel, decode: Callable[[int], Tensor], recomputed: bool) -> ModelTrace:
-    """The same for blocks that are compiled. `recomputed`: the block's input alone is kept; `empty` recomputes then,
-    because layers that keep a state are not compiled."""
+    """`trace_model` for compiled blocks. `recomputed`: only a block's input is kept."""
     every, traced = blocks(empty), dict[Any, BlockTrace]()
     ends = _Run.of(empty, decode, None)
     for number, block in enumerate(every):
-        if _kind(block) not in traced and state.layers_of(block):  # these are not compiled
+        if _kind(block) not in traced and state.layers_of(block):  # not compiled
             run = _Run.of(empty, decode, number)
             traced[_kind(block)] = BlockTrace(run.kept - ends.kept, tuple(run.moments))
         elif _kind(block) not in traced:
             kept, working, width = _flow(empty, decode, number)
             gradients = sum(p.numel() * p.element_size() for p in block.parameters() if p.requires_grad)
-            # besides, the gradient of the output; where the block is recomputed, its own input is not kept before
+            # adds the output's gradient; a recomputed block's own input is not kept before
             moment = Line(gradients, kept + working + width)
             traced[_kind(block)] = BlockTrace(width if recomputed else kept, (moment,))
     return ModelTrace(tuple(traced[_kind(block)] for block in every), ends.kept)
 
 
 def _flow(empty: PreTrainedModel, decode: Callable[[int], Tensor], number: int) -> tuple[int, int, int]:
-    """Per token: what the compiler keeps of a block, what its backward pass adds, and the block's input."""
+    """Bytes per token: kept by the compiler, added in the backward pass, the block's input."""
     flow, widths = Flow([*empty.parameters(), *empty.buffers()]), list[int]()
 
     def start(block: nn.Module, args: Any, kwargs: Any) -> None:
@@ -108,15 +98,13 @@ def _flow(empty: PreTrainedModel, decode: Callable[[int], Tensor], number: int) 
 
 
 def _kind(block: nn.Module) -> Any:
-    """Blocks of one kind hold the same. The classes of layers tell a convolution from attention."""
+    """Classes of layers distinguish convolutions from attention."""
     layers = tuple(type(layer).__name__ for layer in block.modules())
     return layers, tuple((tuple(p.shape), p.requires_grad) for p in block.parameters())
 
 
 @dataclass(frozen=True)
 class _Run:
-    """Both rows, computed with one block or with none."""
-
     kept: int
     moments: list[Line]
 
@@ -131,8 +119,6 @@ class _Run:
 
 
 class _Passes:
-    """Records a forward and backward pass."""
-
     def __init__(self, empty: PreTrainedModel, number: int | None) -> None:
         self._model = empty
         self._block = None if number is None else blocks(empty)[number]
@@ -143,7 +129,7 @@ class _Passes:
 
     @property
     def within(self) -> list[int]:
-        """Levels from the block's start to the gradient of its input."""
+        """Levels until the gradient of the block's input."""
         return self._alive.levels[self._begin : self._end]
 
     def run(self, decode: Callable[[int], Tensor], tokens: int) -> None:
@@ -170,7 +156,7 @@ class _Passes:
 
 
 def _differentiate(module: nn.Module, args: Any, output: Tensor) -> Tensor:
-    """A frozen embedding has no gradient, but the outputs of most blocks have one."""
+    """A frozen embedding has no gradient, but most blocks' inputs have one."""
     if output.requires_grad:
         return output
     anchor = torch.zeros((), device=output.device, requires_grad=True)
@@ -179,7 +165,7 @@ def _differentiate(module: nn.Module, args: Any, output: Tensor) -> Tensor:
 
 
 class _Grown(torch.autograd.Function):
-    """The same numbers with a gradient, which autograd does not keep as it would a leaf's."""
+    """The same numbers with a gradient that autograd does not keep, unlike a leaf's."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, anchor: Tensor) -> Tensor:
@@ -191,7 +177,7 @@ class _Grown(torch.autograd.Function):
 
 
 class _Loss(torch.autograd.Function):
-    """A number whose gradient by the hidden states is one tensor, as the head's."""
+    """Its gradient by hidden states is one tensor, like the head's."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:
@@ -206,7 +192,7 @@ class _Loss(torch.autograd.Function):
 
 @contextmanager
 def _alone(empty: PreTrainedModel, number: int | None) -> Iterator[None]:
-    """Within it all blocks but one return their input. What blocks are given besides lives as long as the passes."""
+    """Other blocks return their input; their other arguments live as long as the passes."""
     given: list[Any] = []
     others = [block for index, block in enumerate(blocks(empty)) if index != number]
     recomputed = [getattr(block, "gradient_checkpointing", False) for block in others]

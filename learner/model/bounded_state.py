@@ -1,10 +1,6 @@
 """Layers with a state whose kernels know the bounds of documents: a packed row is one call.
 
-`takes_bounds` decides by layer whether its kernels can, `within` has them do so. A delta rule needs a kernel with
-`cu_seqlens`, as flash-linear-attention has for GPUs. A short convolution needs none: zeros between documents are its
-bounds (`convolve`). State space models have no such kernel here. No CPU can run the kernels of a GPU, so the first row
-on a GPU is compared with transformers' torch functions, one document after the other (`check`). Used by `state.py`,
-which computes document by document what takes no bounds.
+No CPU runs these kernels, so `check` compares the first row on a GPU.
 """
 
 import importlib
@@ -25,36 +21,35 @@ from torch.autograd.graph import saved_tensors_hooks
 from configs.load import ConfigError
 
 CONVOLUTION = "causal_conv1d_fn"
-"""transformers' name of a short convolution, in the module of each model."""
 RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
-"""transformers' names of delta rules over whole documents."""
 LAYERS = ("GatedDeltaNet", "DeltaAttention", "ShortConv")
-"""Ends of the names of the layers that consist of such functions."""
+"""Ends of the names of such layers."""
 SCANS = re.compile(r"chunk|_scan$")
 """transformers' functions over whole documents that are slow in torch."""
 TRIED_BOUNDS = (0, 1, 70, 192)
-"""Bounds of the documents in `check`: shorter than a kernel's chunk of 64 tokens, and longer."""
+"""Shorter and longer than a kernel's chunk of 64 tokens."""
 TOLERANCES = {"output": 0.02, "gradient": 0.05}
-"""Largest differences in `check`, relative to the norm. In bfloat16 an output is .004 off by rounding, and .035 or more
-where a document sees its neighbour (`benchmarks/lab/delta_rules.py`)."""
+"""Largest differences, relative to the norm. In bfloat16 rounding gives .004, a document that sees its neighbour .035
+or more (`benchmarks/lab/delta_rules.py`).
+"""
 REMEDY = "uninstall flash-linear-attention: document by document, transformers' torch functions need none"
 Function = Callable[..., Any]
 
 
 def namespace(layer: nn.Module) -> dict[str, Any]:
-    """The module in which transformers defines the layer: its functions are looked up there at each call."""
+    """The module where transformers looks up the layer's functions at each call."""
     return vars(sys.modules[type(layer).__module__])
 
 
 def chosen(code: Mapping[str, Any]) -> dict[str, tuple[Function, Function]]:
-    """transformers' torch functions of a module that may have been replaced by a package's kernel, and what is run."""
+    """transformers' torch functions by name, each with what is run in its place."""
     wrapped = {name: _enclosed(function) for name, function in code.items() if isinstance(function, FunctionType)}
     return {name: (inner["torch_function"], inner["implementation"]) for name, inner in wrapped.items() if inner}
 
 
 @cache  # each layer of each pass asks again
 def _enclosed(function: FunctionType) -> dict[str, Any]:
-    """Variables of transformers' `use_kernel_func_from_hub_with_fallback` around a wrapper that it made; else empty."""
+    """Variables of transformers' `use_kernel_func_from_hub_with_fallback` around its wrapper."""
     if "torch_function" not in function.__code__.co_freevars:
         return {}
     return dict(inspect.getclosurevars(function).nonlocals)
@@ -66,7 +61,7 @@ def _knows_bounds(rule: Function) -> bool:
 
 
 def slow_because(layers: Iterable[nn.Module]) -> str | None:
-    """Why transformers' torch functions compute delta rules and state spaces of `layers`; None where kernels do."""
+    """Why `layers` take slow torch functions; None where kernels run."""
     missing = {}
     for layer in layers:
         for name, (torch_function, run) in chosen(namespace(layer)).items():
@@ -86,7 +81,7 @@ def _import_error(package: str) -> str:
 
 @contextmanager
 def replaced(layer: nn.Module, functions: Mapping[str, Function]) -> Iterator[None]:
-    """Within it `layer` calls `functions` in place of those of the same names."""
+    """Replace functions that `layer` calls."""
     code = namespace(layer)
     before = {name: code[name] for name in functions}
     code.update(functions)
@@ -97,12 +92,11 @@ def replaced(layer: nn.Module, functions: Mapping[str, Function]) -> Iterator[No
 
 
 def in_torch(layer: nn.Module) -> dict[str, Function]:
-    """transformers' own torch functions for `replaced`, whatever kernels are installed."""
     return {name: torch_function for name, (torch_function, _) in chosen(namespace(layer)).items()}
 
 
 def takes_bounds(layer: nn.Module) -> bool:
-    """Whether `within` serves this layer, with the kernels that are installed."""
+    """Whether `within` serves this layer with the installed kernels."""
     code = namespace(layer)
     if not type(layer).__name__.endswith(LAYERS) or CONVOLUTION not in code:
         return False
@@ -112,8 +106,7 @@ def takes_bounds(layer: nn.Module) -> bool:
 
 
 def within(layer: nn.Module, starts: Tensor) -> dict[str, Function]:
-    """Functions for `replaced` that see the documents of a row alone. `starts`: [documents + 1] int32, the first is 0
-    and the last the row's length."""
+    """Functions that separate documents. `starts`: [documents + 1] int32, from 0 to the row's length."""
     code = namespace(layer)
     convolution, rules = code[CONVOLUTION], {name: code[name] for name in RULES if name in code}
 
@@ -127,8 +120,7 @@ def within(layer: nn.Module, starts: Tensor) -> dict[str, Function]:
 
 
 def convolve(convolution: Function, x: Tensor, weight: Tensor, starts: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """A causal convolution of each document of a row alone: [1, channels, tokens] to the same shape. Before each
-    document stand as many zeros as the convolution reaches back, which is what it sees before a row."""
+    """Convolve each document alone, with zeros in between: [1, channels, tokens] to the same shape."""
     tokens, back = x.shape[-1], weight.shape[-1] - 1
     position = torch.arange(tokens, device=x.device)
     place = position + back * torch.searchsorted(starts[1:].contiguous(), position, right=True)
@@ -138,9 +130,10 @@ def convolve(convolution: Function, x: Tensor, weight: Tensor, starts: Tensor, *
 
 
 def check(layer: nn.Module, forward: Function, hidden: Tensor) -> None:
-    """Compare kernels that are given bounds with transformers' torch functions, which see one document each: the
-    output, and its gradient by the input. `hidden`: [1, tokens, width], a real row. Raises ConfigError if they differ
-    by more than TOLERANCES, or cannot run on this GPU."""
+    """Compare kernels with torch functions on single documents, by output and gradient. Raises ConfigError.
+
+    `hidden`: [1, tokens, width].
+    """
     tried = hidden[:, : TRIED_BOUNDS[-1]].detach()
     edges = [edge for edge in TRIED_BOUNDS if edge < tried.shape[1]] + [tried.shape[1]]
     starts = torch.tensor(edges, dtype=torch.int32, device=hidden.device)
@@ -171,8 +164,10 @@ def _output(given: Any) -> Tensor:
 
 
 def _with_gradient(function: Callable[[Tensor], Tensor], row: Tensor) -> tuple[Tensor, Tensor]:
-    """The output in float32, and the gradient by `row` of its sum with alternating weights. A block that is recomputed
-    in the backward pass must not see the tensors that are kept here."""
+    """The output in float32, and the gradient by `row` of its weighted sum.
+
+    Recomputed blocks must not see the tensors that are kept here.
+    """
     with torch.enable_grad(), saved_tensors_hooks(_same, _same):
         row = row.clone().requires_grad_()
         output = function(row).float()

@@ -1,8 +1,4 @@
-"""Where the pieces of a row lie, for layers that are not given it by the model.
-
-transformers' models hand the bounds to each block. Some blocks do not hand them on, and layers that keep a state take
-none. So each block notes them for its layers before it runs.
-"""
+"""Notes the bounds of rows for layers: some of transformers' blocks do not hand them on."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -16,11 +12,11 @@ BOUNDS = ("cu_seq_lens_q", "max_length_q")
 """Arguments without which a row is one document."""
 NOTED = "_row_bounds"
 RowBounds = tuple[Tensor, int, SharedPrompts | CopiedPrompts | None, str | None]
-"""`cu_seqlens`, `max_seqlen` and `shared` of a `Microbatch`, and the context group."""
+"""`cu_seqlens`, `max_seqlen`, `shared` of a `Microbatch`; the context group."""
 
 
 class Bounds:
-    """The bounds of the row that a block computes; None before its first row."""
+    """The bounds of a block's row, None before the first."""
 
     def __init__(self) -> None:
         self.row: RowBounds | None = None
@@ -34,7 +30,7 @@ class Bounds:
 
 
 def follow(blocks: Iterable[nn.Module]) -> None:
-    """Have the layers of each block know its bounds."""
+    """Have each block note bounds for its layers."""
     for block in blocks:
         noted = Bounds()
         block.register_forward_pre_hook(noted.note, with_kwargs=True)
@@ -43,7 +39,7 @@ def follow(blocks: Iterable[nn.Module]) -> None:
 
 
 def of_row(layer: nn.Module, given: Mapping[str, Any]) -> RowBounds:
-    """The bounds `given` to a layer, else those that its block noted. Raises ValueError."""
+    """`given` bounds, else the block's."""
     return _given(given) or _noted(layer)
 
 

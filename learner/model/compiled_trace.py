@@ -1,8 +1,7 @@
-"""What the compiler keeps of a block for its backward pass, found on the meta device without compiling.
+"""What the compiler keeps of a block for its backward pass, found without compiling.
 
-It keeps results and factors of matmuls and of attention, and the block's input, and computes all else from them again:
-from what autograd saves eagerly, the nearest of them that come before it. In the backward pass it fuses what is between
-two matmuls, so all factors that one kernel writes are alive together.
+It keeps factors and results of matmuls and attention, and the block's input, and recomputes all else. It fuses what is
+between two matmuls, so all factors that one kernel writes are alive together.
 """
 
 from collections import defaultdict
@@ -25,7 +24,7 @@ MATMULS = (
 
 
 class Flow(TorchDispatchMode):
-    """Records which storages of a block's passes come from which. It holds all tensors, so addresses are unique."""
+    """Records which storages come from which. Holding tensors keeps addresses unique."""
 
     def __init__(self, weights: Iterable[Tensor]) -> None:
         super().__init__()
@@ -38,19 +37,16 @@ class Flow(TorchDispatchMode):
         self._within = False
 
     def begin(self, hidden: Tensor) -> None:
-        """The block starts: what was there before is kept by others, but for the block's input."""
+        """Others keep what exists now, except the block's input."""
         self._outside = set(self._tensors)
         self._products, self._saved, self._within = {self._key(hidden)}, {}, True
         self._outside.discard(self._key(hidden))
 
     def end(self) -> None:
-        """The block's forward pass is over."""
         self._within = False
 
     @property
     def hooks(self) -> saved_tensors_hooks:
-        """Under them autograd says what it saves."""
-
         def keep(tensor: Tensor) -> Tensor:
             if self._within:
                 self._saved[self._key(tensor)] = None
@@ -60,7 +56,6 @@ class Flow(TorchDispatchMode):
 
     @cached_property
     def kept(self) -> frozenset[int]:
-        """Storages that the compiler keeps."""
         found: set[int] = set()
         for key in self._saved:
             found |= self._border(key, found, {})
@@ -72,15 +67,16 @@ class Flow(TorchDispatchMode):
 
     @property
     def working_bytes(self) -> int:
-        """What the backward pass adds between the two widest matmuls: the result of one, and all factors of the other.
-        Its factors that were kept, such as an MLP's activations, have been used by then."""
+        """What the backward pass adds between the two widest matmuls: one's result and the other's factors.
+
+        Kept factors, such as an MLP's activations, have been used by then.
+        """
         widest = max(map(self._size, self._products - self._outside), default=0)
         late = {key for key in self._late - self._outside if self._size(key) == widest}
         return widest * (len(late - self.kept) - len(late & self.kept))
 
     def _border(self, key: int, found: set[int], known: dict[int, set[int]]) -> set[int]:
-        """What to keep, beside `found`, so that `key` can be computed again: the least bytes, between it and the
-        nearest results and factors of matmuls."""
+        """The least bytes to keep beside `found` to compute `key` again from the nearest matmuls."""
         if key in self._outside:
             return set()
         if key in self._products or key in found:

@@ -1,10 +1,8 @@
-"""Context parallelism: the ranks of a group share each packed row, so that a document may exceed one GPU's memory.
+"""Context parallelism: ranks share each packed row, so that documents may exceed one GPU's memory.
 
-Each rank holds an equal slice of the row. Before attention an all-to-all sends every rank the keys, values and queries
-of all tokens for its share of the heads, and after it the outputs travel back (Ulysses,
-[2309.14509](https://arxiv.org/abs/2309.14509)). So attention sees whole documents, with any kernel.
-
-A group is named by a string, which torch.compile takes for a constant. Exchanges are collectives of the group.
+Around attention, all-to-alls exchange slices of the row for shares of the heads (Ulysses,
+[2309.14509](https://arxiv.org/abs/2309.14509)): attention sees whole documents, with any kernel. A group is named by a
+string, a constant for torch.compile.
 """
 
 from dataclasses import replace
@@ -22,7 +20,7 @@ from learner.model.microbatch import Microbatch, RowSlice
 
 
 class ContextGroup(NamedTuple):
-    """The ranks that share rows with this one."""
+    """The ranks that share this one's rows."""
 
     size: int
     rank: int
@@ -35,7 +33,7 @@ GROUPS: dict[str, ContextGroup] = {}
 
 
 def join(size: int, timeout: timedelta) -> str:
-    """Form groups of `size` consecutive ranks, once; a collective of all ranks."""
+    """Form groups of consecutive ranks, once; a collective of all ranks."""
     for name, own in GROUPS.items():
         if own.size == size and own.world is dist.group.WORLD:
             return name
@@ -46,15 +44,14 @@ def join(size: int, timeout: timedelta) -> str:
 
 
 def planned(size: int) -> str:
-    """Name a group of `size` ranks that need not exist, for passes on the meta device."""
+    """Name a group for passes on the meta device."""
     name = f"planned-{size}"
     GROUPS[name] = ContextGroup(size, 0, None, None)
     return name
 
 
 def gathered(q: Tensor, k: Tensor, v: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """[tokens of the slice, heads, head_dim] -> [tokens of the row, this rank's heads, head_dim]. Raises ConfigError if
-    the ranks cannot share the heads."""
+    """[slice, heads, head_dim] -> [row, own heads, head_dim]."""
     size, _ = size_and_rank(name)
     if problem := why_not(q.shape[1], k.shape[1], size):
         raise ConfigError([f"learner.context_parallel: {problem}; {REMEDY}"])
@@ -67,7 +64,7 @@ def scattered(out: Tensor, heads: int, name: str) -> Tensor:
 
 
 def own_heads(values: Tensor, name: str) -> Tensor:
-    """`values` [heads] of this rank's heads; other ranks' have no gradient here."""
+    """This rank's heads, the only ones with a gradient here."""
     size, rank = size_and_rank(name)
     share = len(values) // size
     return values[rank * share : (rank + 1) * share]
@@ -75,7 +72,6 @@ def own_heads(values: Tensor, name: str) -> Tensor:
 
 @torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # the compiler would make the numbers symbols
 def size_and_rank(name: str) -> tuple[int, int]:
-    """`ContextGroup.size` and `ContextGroup.rank`."""
     return GROUPS[name].size, GROUPS[name].rank
 
 
@@ -97,7 +93,7 @@ def _(x: Tensor, name: str) -> Tensor:
 
 @torch.library.custom_op("headrace::to_tokens", mutates_args=())
 def to_tokens(x: Tensor, heads: int, name: str) -> Tensor:
-    """[row, heads / ranks, width] -> [slice, heads, width]; copies of a head are added up in float32."""
+    """[row, heads / ranks, width] -> [slice, heads, width]; adds copies of a head in float32."""
     own, (tokens, share, width) = GROUPS[name], x.shape
     received = _exchanged(x.reshape(own.size, tokens // own.size, share, width).contiguous(), own)
     whole = received.transpose(0, 1).reshape(tokens // own.size, -1, width).contiguous()
@@ -133,7 +129,7 @@ to_tokens.register_autograd(lambda ctx, grad: (to_heads(grad, ctx.name), None, N
 
 
 def cut(row: Microbatch, name: str) -> Microbatch:
-    """Fill a row on the CPU up to equal slices, and add this rank's."""
+    """Fill a row up to equal slices, and add this rank's."""
     (size, rank), filled_from = size_and_rank(name), len(row.tokens)
     row = _filled_up(row, -filled_from % size)
     width = len(row.tokens) // size
@@ -161,7 +157,7 @@ def _filled_up(row: Microbatch, number: int) -> Microbatch:
 
 
 def whole(values: Tensor, name: str) -> Tensor:
-    """Sum all ranks' `values` [tokens of the row]. Each rank's gradient is that of its own."""
+    """Sum [row] over ranks; each gets its own values' gradient."""
     return _Whole.apply(values, name)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -178,7 +174,7 @@ class _Whole(torch.autograd.Function):
 
 
 def check_same(digest: int, name: str) -> None:
-    """Raise RuntimeError unless all ranks of the group have the same `digest`."""
+    """Raise RuntimeError unless the group agrees on `digest`."""
     own = GROUPS[name]
     both = torch.tensor([digest, -digest])
     dist.all_reduce(both, dist.ReduceOp.MAX, group=own.group)

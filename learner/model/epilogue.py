@@ -1,8 +1,8 @@
-"""What a model's head computes besides the product with the output embedding: a bias, a scale and a softcap.
+"""What a model's head computes after the product with the output embedding.
 
     logits = cap * tanh(scale * (hidden @ weight.T + bias) / cap)
 
-Each family has its own keys of scale and softcap. `exactness.py` tries whether that is all.
+`exactness.py` tries whether that is all.
 """
 
 from typing import Any, NamedTuple
@@ -10,13 +10,13 @@ from typing import Any, NamedTuple
 from configs.architecture import PROVEN
 
 MULTIPLIERS = ("logit_scale", "lm_head_multiplier")
-"""Cohere and Falcon-H1 have such a factor."""
+"""Factors of Cohere and Falcon-H1."""
 DIVISORS = ("logits_scaling",)
-"""Granite and MiniCPM3 have such a divisor."""
+"""Divisors of Granite and MiniCPM3."""
 MULTIPLYING = ("hyperclovax",)
-"""Such models multiply by DIVISORS."""
+"""Models that multiply by DIVISORS."""
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
-"""Gemma and RecurrentGemma have such a bound."""
+"""Bounds of Gemma and RecurrentGemma."""
 
 
 class Epilogue(NamedTuple):

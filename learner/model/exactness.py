@@ -1,7 +1,7 @@
-"""Checks, before training, that the learner computes a model's packed rows as the model itself would.
+"""Checks before training that packed rows are computed exactly.
 
-A small copy of the model with random weights must give packed documents and answers to a shared prompt the
-log-probabilities that transformers' own forward pass gives each document alone.
+A small copy with random weights must give packed documents and answers the log-probabilities that transformers gives
+each document alone.
 """
 
 import copy
@@ -32,18 +32,18 @@ from learner.model.policy import apply_head, hidden_states
 from learner.model.shrink import LARGEST, VOCABULARY, WINDOW, size_of, small, stir
 
 TOLERANCE = 1e-3
-"""A difference in nats. An exact model differs by 1e-5."""
+"""In nats. An exact model differs by 1e-5."""
 FAR = 10**7
 TRIED = attention.registered("sdpa") + "_tried"
-"""It checks the masks that transformers would make."""
+"""Checks the masks that transformers would make."""
 LENGTHS = (5, 2 * WINDOW + 5, 10, 9)
-"""The second is longer than any window; layers that keep a state compute the last two together."""
+"""The second exceeds any window; layers with a state compute the last two together."""
 ANSWERS = (4, 1, 6)
 FOREIGN = (
     *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, NotImplementedError, RuntimeError),
     *(TypeError, ValueError),
 )
-"""A model that the learner cannot run raises these."""
+"""What unusable models raise."""
 REMEDY = "take a model of a type that is trained exactly, such as qwen2, qwen3, llama or mistral"
 OPTIONS = HeadOptions(1.0, 64, False)
 NO_IMAGES: Mapping[str, Tensor] = MappingProxyType({})
@@ -54,7 +54,7 @@ class Inexact(ValueError):
 
 
 def check_exact(model: ModelConfig, share: bool) -> None:
-    """Raise ConfigError unless packed rows of the model are computed exactly."""
+    """Raise ConfigError unless packed rows are computed exactly."""
     config = loading.read_config(model)
     kind = config.model_type
     if found := reasons(config, share, model.trust_remote_code):
@@ -70,7 +70,7 @@ def check_in_own_process(model: ModelConfig, share: bool, ranks: int) -> None:
 
 
 def check_adapter(model: ModelConfig, config: PreTrainedConfig) -> None:
-    """Raise ConfigError if `model.lora` is set and the model cannot be trained by an adapter."""
+    """Raise ConfigError if `model.lora` does not fit the model."""
     if model.lora and (problem := _no_adapter(config, model.trust_remote_code)):
         kind = config.model_type
         raise ConfigError([f"model.lora: {model.path} ({kind}) {problem}; set it to null"])
@@ -86,7 +86,7 @@ def check_shareable(model: ModelConfig, ranks: int) -> None:
 
 
 def reasons(config: PreTrainedConfig, share: bool = True, trusted: bool = False) -> list[str]:
-    """Why the learner would not train the model exactly."""
+    """Why the model would not be trained exactly."""
     if found := list(unsupported(config.to_dict())):
         return found
     try:
@@ -121,7 +121,7 @@ def _not_shareable(config: PreTrainedConfig, trusted: bool) -> str | None:
 
 
 def try_out(config: PreTrainedConfig, share: bool, trusted: bool) -> None:
-    """Raise Inexact if a small copy of the model is not computed exactly."""
+    """Raise Inexact if a small copy is not computed exactly."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         theirs, ours = _built(config, trusted)
@@ -152,8 +152,8 @@ def _built(config: PreTrainedConfig, trusted: bool) -> tuple[PreTrainedModel, Pr
 
 
 def _judge_mask(mask_function: Callable[..., Tensor], q_length: int, **given: Any) -> None:
-    """Refuse a mask that hides parts of very long documents only, which short trials cannot show."""
-    if q_length == LENGTHS[1]:  # one document alone: the mask functions of packed rows take no other positions
+    """Refuse a mask that only hides parts of very long documents, which short trials cannot show."""
+    if q_length == LENGTHS[1]:  # one document alone: mask functions of packed rows take no other positions
         zero, first = torch.tensor(0), torch.tensor(0)
         near, far = (bool(mask_function(zero, zero, torch.tensor(at), first)) for at in (q_length - 1, FAR))
         if near and not far:
@@ -243,8 +243,7 @@ def _shared(row: Microbatch) -> Iterator[tuple[str, Microbatch]]:
 
 
 def forks_of(documents: Sequence[np.ndarray]) -> list[tuple[np.ndarray, int]]:
-    """Texts, and how many tokens each shares with the one before it: a fork beyond any window, one within the first
-    document, a prefix, and a text by itself."""
+    """Texts, each with its number of tokens shared with the previous one."""
     first, long, other, last = documents
     whole = np.concatenate([first, long, other])
     fork = len(first) + len(long) - 2
@@ -258,7 +257,7 @@ def forks_of(documents: Sequence[np.ndarray]) -> list[tuple[np.ndarray, int]]:
 
 
 def forest_row(texts: Sequence[tuple[np.ndarray, int]]) -> Microbatch:
-    """Lay out `texts`, each with how many tokens it has from the one before it."""
+    """Lay out `texts`, each with its number of tokens shared with the previous one."""
 
     def text(tokens: np.ndarray, joined: int, row: int) -> Text:
         zeros = np.zeros(len(tokens))
@@ -268,13 +267,13 @@ def forest_row(texts: Sequence[tuple[np.ndarray, int]]) -> Microbatch:
 
 
 def packed_row(texts: Sequence[np.ndarray], groups: Sequence[int] = ()) -> Microbatch:
-    """All but the first tokens of documents and answers are scored."""
+    """Scores all but the first tokens of documents and answers."""
     sampled, zeros = [np.full(len(x), i >= len(groups)) for i, x in enumerate(texts)], [np.zeros(len(x)) for x in texts]
     return lay_out(texts, sampled, zeros, zeros, range(len(texts)), groups)
 
 
 def alone(model: PreTrainedModel, document: np.ndarray, images: Mapping[str, Tensor] = NO_IMAGES) -> Tensor:
-    """Run the model's own forward pass. `images`: from transformers' processor."""
+    """Log-probabilities of the model's own forward pass."""
     ids = torch.as_tensor(document)[None]
     logits: Tensor = model(input_ids=ids, use_cache=False, **images).logits[0].float()
     return logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
@@ -286,7 +285,6 @@ Parts = dict[str, list[Tensor]]
 
 @contextmanager
 def block_outputs(model: PreTrainedModel) -> Iterator[Parts]:
-    """Collect the outputs of the parts of each block during the `with` statement."""
     found: Parts = {}
 
     def collect(name: str, module: nn.Module, given: Any, output: Any) -> None:

@@ -1,6 +1,5 @@
-"""How a model's files hold its weights, where transformers builds it with others: under other names, or cut in several.
+"""Reverts how transformers renames and joins weights: readers expect the names of a model's files.
 
-Readers of a policy expect the names of the files. transformers converts as it reads, and this module reverts that.
 Models in PROVEN need it for experts alone (`learner/saved/export.py`, `rollout/engine/experts/`).
 """
 
@@ -18,11 +17,11 @@ from learner.model.loading import persistent_buffers
 Shapes = list[tuple[str, tuple[int, ...]]]
 
 DEEPER = {"gemma3": ("vision_tower.", "vision_tower.vision_model.")}
-"""transformers 5 shortens such names and does not lengthen them again; vLLM knows the longer ones alone."""
+"""transformers 5 shortens such names and does not restore them; vLLM knows only the longer ones."""
 
 
 class FileForm:
-    """The form of the files of `model`, whose weights are still whole, with or without storage."""
+    """The form of a model's files; weights must be whole, with or without storage."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._model = model
@@ -39,7 +38,7 @@ class FileForm:
 
     @property
     def joined(self) -> str:
-        """A tensor in the files made of several weights, which this form cannot do."""
+        """A tensor of the files that joins several weights, which this form cannot do."""
         names = Counter(name for held in self._changed.values() for name, _ in held)
         return next((name for name, number in names.items() if number > 1), "")
 

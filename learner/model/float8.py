@@ -1,7 +1,6 @@
 """Linear layers that multiply in FP8 (`learner.matmul: fp8`): y = x Wᵀ, dx = g W and dW = gᵀ x.
 
-Each factor is cast to e4m3 with one scale for each row or column, along which no product sums. So x, g and W are cast
-twice, by row and by column.
+Factors are cast to e4m3, with one scale for each row or column, along which no product sums.
 """
 
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ from learner.model.idle_parts import sees
 from learner.model.loading import blocks
 
 FP8 = torch.float8_e4m3fn
-"""Gradients have it too: with a scale for each row precision counts, and not the range of e5m2."""
+"""Gradients too: with a scale for each row, precision counts and not e5m2's range."""
 LARGEST = 448.0
 SMALLEST = 1e-12
 """A row of zeros stays one."""
@@ -32,8 +31,6 @@ FAST_SUMS = True
 
 
 class Float8Linear(nn.Linear):
-    """A linear layer whose products are in FP8."""
-
     def forward(self, x: Tensor) -> Tensor:
         out: Tensor = _Products.apply(x.reshape(-1, self.in_features), self.weight)  # type: ignore[no-untyped-call]
         out = out.view(*x.shape[:-1], self.out_features)
@@ -56,14 +53,14 @@ class _Products(torch.autograd.Function):
 
 
 def by_row(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`x` [rows, columns] in FP8, and the float32 scale of each row [rows, 1]."""
+    """`x` [rows, columns] in FP8, and float32 scales [rows, 1]."""
     wide = x.float()
     scale = _scale(wide.abs().amax(1, keepdim=True))
     return (wide / scale).to(FP8), scale
 
 
 def by_column(x: Tensor) -> tuple[Tensor, Tensor]:
-    """`by_row` of xᵀ, contiguous, with rows filled up to a multiple of 16."""
+    """`by_row` of xᵀ, contiguous, rows filled up to a multiple of 16."""
     wide = x.float()
     scale = _scale(wide.abs().amax(0, keepdim=True))
     cast = (wide / scale).to(FP8).t().contiguous()
@@ -94,8 +91,9 @@ def _inside(block: nn.Module) -> Iterator[nn.Linear]:
 
 
 def cast_bytes(model: PreTrainedModel) -> tuple[int, int]:
-    """What casts add to the block that needs most: bytes of its weights, and bytes per token of its outputs' gradients
-    and its widest input."""
+    """What casts add to the largest block: bytes of weights, bytes per token of outputs' gradients and the widest
+    input.
+    """
     sizes = [[(layer.out_features, layer.in_features) for layer in _inside(block)] for block in blocks(model)]
     weights = max(2 * sum(out * inner for out, inner in block) for block in sizes)
     tokens = max(2 * sum(out for out, _ in block) + max((i for _, i in block), default=0) for block in sizes)
@@ -103,7 +101,7 @@ def cast_bytes(model: PreTrainedModel) -> tuple[int, int]:
 
 
 def convert(model: PreTrainedModel) -> int:
-    """Have the linear layers of the blocks of `model`, on meta, multiply in FP8; returns their number."""
+    """Have linear layers multiply in FP8; returns their number."""
     if problem := why_not(model):
         raise ConfigError([f"{KEY}: {problem}; {REMEDY}"])
     layers = list(layers_of(model))
@@ -113,7 +111,7 @@ def convert(model: PreTrainedModel) -> int:
 
 
 def why_not(model: PreTrainedModel) -> str:
-    """Why nobody has shown that `model` trains right in FP8."""
+    """Why `model` is not proven in FP8, else empty."""
     name = type(model).__name__
     if has_experts(model.config):
         return f"{name} has experts, whose products would stay in bfloat16"

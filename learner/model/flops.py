@@ -1,9 +1,8 @@
-"""The FLOPs that a batch needs, and what share of the GPUs' peak that is (model FLOPs utilisation, MFU).
+"""The FLOPs of a batch, and model FLOPs utilisation (MFU).
 
     FLOPs = 6 (B t + V s) + 6 L a q      MFU = FLOPs / (seconds x GPUs x peak)
 
-docs/design/learner.md explains the letters. 6 = 2 in the forward and 4 in the backward pass; 4 in all for a frozen
-matrix. A layer's multiplications with a state add to B. A tower adds c p + d p² for each image of p patches.
+docs/design/learner.md explains the letters. A tower adds c p + d p² for each image of p patches.
 """
 
 from collections.abc import Callable, Iterable
@@ -22,15 +21,13 @@ from learner.model.towers import tower_parts
 
 @dataclass(frozen=True)
 class TowerCosts:
-    """FLOPs of a tower's forward pass and, where it is trained, backward pass."""
-
     per_patch: float
     per_pair: float
-    """Attention, per squared patch of a whole image."""
+    """Attention, per squared patch of an image."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "TowerCosts | None":
-        """A matrix costs 2 in the forward pass, 2 for its own gradient and 2 for its input's, if wanted."""
+        """A matrix costs 2 forward, 2 for its own gradient and 2 for its input's."""
         parts = tower_parts(model)
         if parts is None:
             return None
@@ -54,7 +51,7 @@ class TowerCosts:
 
 @dataclass(frozen=True)
 class Costs:
-    """FLOPs of forward and backward pass. Example: `Costs(per_token=6, per_trainable=2, per_pair=1)`."""
+    """FLOPs of both passes. Example: `Costs(per_token=6, per_trainable=2, per_pair=1)`."""
 
     per_token: float
     per_trainable: float
@@ -72,7 +69,7 @@ class Costs:
         return cls(2.0 * products, 2.0 * _passes(head) * head.numel(), 6.0 * width)
 
     def total(self, tokens: float, trainable: float, squares: float) -> float:
-        """FLOPs of t tokens, s of them trainable, with q squares."""
+        """`squares`: sum of squared lengths."""
         return self.per_token * tokens + self.per_trainable * trainable + self.per_pair * squares
 
     @property
@@ -82,7 +79,7 @@ class Costs:
 
     @property
     def patch_cost(self) -> float:
-        """FLOPs of a tower's patch over those of a text model's token."""
+        """FLOPs of a tower's patch over a token's."""
         return self.tower.per_patch / (self.per_token + self.per_trainable) if self.tower else 0.0
 
 
@@ -98,7 +95,7 @@ def _width(config: Any, number: int) -> int:
 
 
 def active_parameters(model: PreTrainedModel) -> int:
-    """Parameters that a token meets: of a mixture of experts those of the experts it takes, else all."""
+    """Parameters that a token meets: of experts only those it takes."""
     return int(model.num_parameters()) - _idle(model, _matrices)
 
 
@@ -121,6 +118,6 @@ def _idle(model: PreTrainedModel, size: Callable[[nn.Module], int]) -> int:
 
 
 def peak(name: str) -> float | None:
-    """Peak FLOP/s of the GPU called `name`, e.g."""
+    """Peak FLOP/s of the GPU called `name`."""
     card = card_of(name)
     return card.peak if card else None

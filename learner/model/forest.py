@@ -1,10 +1,7 @@
-"""A row in which texts go on from each other: a forest of prefixes, of which each is computed once.
+"""A row of texts that share prefixes, each computed once (docs/design/learner.md).
 
-Each text lays the tokens that the text before it lacks, and sees copies of the keys of its first tokens before its own
-(`CopiedPrompts`).
-
-Several texts may train one token. So per-token tensors have further entries behind the row's tokens; the head computes
-each predicted token once (`Targets`).
+Several texts may train one token: per-token tensors have further entries behind the row's, and the head computes each
+token once (`Targets`).
 """
 
 from collections.abc import Sequence
@@ -29,7 +26,7 @@ class Text(NamedTuple):
     row: int
     """Index in `Batch.rows`."""
     joined: int
-    """Its first tokens that the text before it has too."""
+    """First tokens that the previous text has too."""
 
     @property
     def length(self) -> int:
@@ -37,7 +34,6 @@ class Text(NamedTuple):
 
 
 def lay_out_forest(texts: Sequence[Text]) -> Microbatch:
-    """The microbatch of `texts`."""
     places = places_of(texts)
     pieces = [(text, at) for text, at in zip(texts, places, strict=True) if text.length > text.joined]
     lengths = [text.length - text.joined for text, _ in pieces]
@@ -60,7 +56,7 @@ def lay_out_forest(texts: Sequence[Text]) -> Microbatch:
 
 
 def places_of(texts: Sequence[Text]) -> list[np.ndarray]:
-    """Where each text's tokens lie in the row: [tokens] int64."""
+    """Each text's tokens in the row: [tokens] int64."""
     places: list[np.ndarray] = []
     end = 0
     for text in texts:
@@ -72,7 +68,7 @@ def places_of(texts: Sequence[Text]) -> list[np.ndarray]:
 
 
 class Entries(NamedTuple):
-    """Entries of the per-token tensors: first the row's, then the further ones."""
+    """Entries of per-token tensors: the row's, then further ones."""
 
     of_text: list[np.ndarray]
     """Tokens of each text that have an entry."""

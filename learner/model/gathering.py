@@ -1,7 +1,5 @@
-"""When the weights of a sharded module are gathered, and when its gradients are reduced.
-
-FSDP does both in each pass; with `learner.gather: batch` (`once`) the first pass of a batch gathers, and the last one
-reduces.
+"""When FSDP gathers weights and reduces gradients: in each pass or, with `learner.gather: batch` (`once`), at a batch's
+first and last pass.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,7 +10,7 @@ from torch.distributed.fsdp import FSDPModule
 
 
 class Gathering:
-    """No pass reaches the parts `idle`."""
+    """No pass reaches `idle` parts."""
 
     def __init__(self, module: nn.Module, once: bool, idle: Sequence[nn.Module] = ()) -> None:
         assert isinstance(module, FSDPModule), "fully_shard makes it one"
@@ -22,7 +20,7 @@ class Gathering:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Surrounds all passes of a batch. After it every weight is a shard."""
+        """Surrounds all passes of a batch; afterwards every weight is a shard."""
         self._held = self._once
         try:
             yield
@@ -31,7 +29,7 @@ class Gathering:
             self.reshard()
 
     def reshard(self) -> None:
-        """Give up what is gathered, outside `held`: only a backward pass does it by itself."""
+        """Give up gathered weights, unless `held`: only a backward pass does so itself."""
         if self._held:
             return
         for module in self._module.modules():  # type: ignore[attr-defined]
@@ -39,11 +37,10 @@ class Gathering:
                 module.reshard()
 
     def reduce_after_next(self, last: bool) -> None:
-        """Have the next backward pass reduce gradients if it is the `last` of the batch. Until then each replica adds
-        up its own; gathered once, each rank does, in fp32.
+        """Have the next backward pass reduce gradients if it is the batch's `last`.
 
-        So every pass must give every trained parameter a gradient, if only of zeros: FSDP refuses one that the last
-        pass alone brings, in `model.dtype`.
+        Until then replicas (with `once`, ranks in fp32) add up their own. Every pass must give each trained parameter a
+        gradient, if only zeros: FSDP refuses one that the last pass alone brings.
         """
         self._module.set_requires_all_reduce(last)
         if self._once:

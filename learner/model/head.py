@@ -1,7 +1,7 @@
-"""The log-probability head: fp32 log-probabilities and entropies of given tokens, never a [tokens, vocabulary] tensor.
+"""The log-probability head: never a [tokens, vocabulary] tensor.
 
-`logprobs_and_entropy` recomputes logits in the backward pass; `chunked_loss` computes all gradients while a chunk's
-logits exist.
+`logprobs_and_entropy` recomputes logits in the backward pass; `chunked_loss` computes gradients while a chunk's logits
+exist.
 """
 
 from collections.abc import Callable
@@ -15,13 +15,10 @@ from learner.model.epilogue import Epilogue
 from learner.model.top_tokens import TopGradient, TopTokens, divergence, top_gradient
 
 ChunkLoss = Callable[[Tensor, Tensor, Any], Tensor]
-"""(log-probabilities, entropies, which tokens) -> their loss: [], by plain autograd. Which: a slice, or int64 indices
-where several samples train a token."""
+"""(log-probabilities, entropies, slice or, where several samples train a token, int64 indices) -> loss, []."""
 
 
 class ChunkGradients(NamedTuple):
-    """What the gradient at a chunk's logits is computed from."""
-
     norms: Tensor
     entropy: Tensor
     of_logprob: Tensor
@@ -36,18 +33,15 @@ CHUNK_ON_CPU = 1024
 
 
 def chunk_tokens(learner: LearnerConfig) -> int:
-    """Return `learner.head_chunk_tokens`; for an undecided `auto` the smaller of its two values."""
+    """An undecided `auto` takes the smaller of its two values."""
     return CHUNK_ON_CPU if learner.head_chunk_tokens == "auto" else learner.head_chunk_tokens
 
 
 class HeadOptions(NamedTuple):
-    """How the head computes."""
-
     temperature: float = 1.0
     chunk_size: int = 1024
     """Tokens whose logits exist at a time."""
     entropy_gradient: bool = False
-    """Whether the gradient goes through the entropies too."""
     epilogue: Epilogue = Epilogue()
 
     @property
@@ -59,10 +53,10 @@ class HeadOptions(NamedTuple):
 def logprobs_and_entropy(
     hidden: Tensor, weight: Tensor, targets: Tensor, options: HeadOptions, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """log softmax(hidden @ weight.T / temperature)[targets] and its entropy, both with gradient.
+    """log softmax(hidden @ weight.T / temperature)[targets] and its entropy, with gradient.
 
     `hidden` [tokens, hidden_size], `weight` [vocabulary, hidden_size], `targets` [tokens] int64, `bias` [vocabulary];
-    results [tokens] float32 (float64 for float64 input).
+    results [tokens] float32 or wider.
     """
     logprobs, entropy = _RecomputedLogits.apply(hidden, weight, bias, targets, options)  # type: ignore[no-untyped-call]
     return logprobs, entropy
@@ -77,10 +71,9 @@ def chunked_loss(
     bias: Tensor | None = None,
     top: TopTokens | None = None,
 ) -> tuple[Tensor, ...]:
-    """Log-probabilities and entropies without gradient, and the sum of `loss` over the chunks with gradient: [].
+    """Log-probabilities and entropies without gradient, and the sum of `loss` with gradient: [].
 
-    With `top` the sum has each token's weighted divergence from its teacher too; the divergences [tokens] are a fourth
-    result.
+    With `top` the sum includes weighted divergences from teachers, which are a fourth result: [tokens].
     """
     inputs = hidden, weight, bias, targets
     results: tuple[Tensor, ...] = _ChunkedLoss.apply(*inputs, loss, options, top)  # type: ignore[no-untyped-call]
@@ -88,7 +81,7 @@ def chunked_loss(
 
 
 class _RecomputedLogits(torch.autograd.Function):
-    """With z the logits over the temperature T, p = softmax(z), H = logsumexp(z) - p.z:
+    """With logits z over T, p = softmax(z) and H = logsumexp(z) - p.z:
 
     d logprob / dz = onehot - p, dH / dz = -p (log p + H), dz / dlogits = 1 / T.
     """

@@ -1,7 +1,6 @@
-"""Keeps the inputs of recomputed blocks in host memory between forward and backward pass
-(`learner.activation_checkpointing: offload`).
+"""Keeps inputs of recomputed blocks in host memory (`learner.activation_checkpointing: offload`).
 
-A stream copies a block's input while the block computes, and fetches it while the block after it is recomputed.
+A stream fetches an input while the next block is recomputed.
 """
 
 import weakref
@@ -15,12 +14,12 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 INPUTS_HELD = 3
-"""A GPU holds the input of the block that is recomputed, the one fetched, and one on its way to the host."""
+"""A GPU holds the recomputed block's input, the one fetched, and one on its way to the host."""
 
 
 @dataclass
 class HostCopy:
-    """One block's input in pinned memory."""
+    """A block's input in pinned memory."""
 
     host: Tensor
     device: torch.device
@@ -30,8 +29,6 @@ class HostCopy:
 
 
 class HostCopies:
-    """The copies of one model's blocks."""
-
     def __init__(self) -> None:
         self._stream: torch.cuda.Stream | None = None
         self._last: weakref.ref[HostCopy] | None = None

@@ -1,7 +1,6 @@
-"""Parts of a multimodal model that text does not pass: its vision or audio tower, and what projects their output.
+"""Parts of a multimodal model that text does not pass: towers and projectors.
 
-Where images are not trained, these parts are frozen, never computed, and sharded by themselves so that no pass gathers
-them. `exactness.py` tries whether text passes nothing else.
+Where images are not trained, they are frozen and sharded separately, so that no pass gathers them.
 """
 
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ TEXT_ALONE = "headrace_text_alone"
 """`model.text_alone` sets it in a config."""
 
 AROUND_KEYS = (("vision_start_token_id", "vision_end_token_id"), ("boi_token_id", "eoi_token_id"))
-"""Tokens around an image, of the Qwen models and of MUTUAL ones."""
+"""Tokens around an image, of Qwen models and of MUTUAL ones."""
 
 
 def sees(config: Any) -> bool:
@@ -29,7 +28,7 @@ def nests_text(config: Any) -> bool:
 
 
 def idle_modules(model: PreTrainedModel) -> list[nn.Module]:
-    """The largest modules with weights, none of which text passes."""
+    """The largest modules with weights that text does not pass."""
     if not _has_idle(model):
         return []
     used = _used(model)
@@ -46,7 +45,6 @@ def idle_modules(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def idle_names(model: PreTrainedModel) -> frozenset[str]:
-    """Names of idle parameters and buffers."""
     if not _has_idle(model):
         return frozenset()
     used, inside = _used(model), {id(module) for part in idle_modules(model) for module in part.modules()}

@@ -1,4 +1,4 @@
-"""The initial model: built on the meta device without storage, then filled with weights sharded over the ranks."""
+"""The initial model: built on the meta device, then filled with weights sharded over the ranks."""
 
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -37,7 +37,7 @@ WRONG_VALUES = (StrictDataclassError, ArithmeticError, AttributeError, LookupErr
 
 
 def read_config(model: ModelConfig) -> PreTrainedConfig:
-    """Read the model's config."""
+    """Read the model's config. Raises ConfigError."""
     try:
         config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (ValueError, OSError) as error:
@@ -56,7 +56,6 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
 
 
 def build_on_meta(model: ModelConfig, attention: str) -> PreTrainedModel:
-    """Build the model without storage, in fp32 and training mode."""
     return build(read_config(model), attention, torch.device("meta"), model.trust_remote_code)
 
 
@@ -80,7 +79,7 @@ def build(config: PreTrainedConfig, attention: str, device: torch.device, truste
 
 
 def switch_off_dropout(config: PreTrainedConfig) -> None:
-    """Set every rate with `drop` or `jitter` in its name to 0: log-probabilities would be random."""
+    """Set rates of dropout and jitter to 0: log-probabilities would be random."""
     for name, value in list(vars(config).items()):
         if isinstance(value, PreTrainedConfig):
             switch_off_dropout(value)
@@ -89,7 +88,7 @@ def switch_off_dropout(config: PreTrainedConfig) -> None:
 
 
 def _attentions(config: PreTrainedConfig, attention: str) -> str | dict[str, str]:
-    """`attention` is causal and would not do for a tower, which gets its own in `vision.py`."""
+    """`attention` is causal; a tower gets its own in `vision.py`."""
     if not nests_text(config):
         return attention
     text, other = config.get_text_config(), "sdpa" if sees(config) else "eager"
@@ -97,7 +96,7 @@ def _attentions(config: PreTrainedConfig, attention: str) -> str | dict[str, str
 
 
 def auto_class(config: Any) -> Any:
-    """Return the class of transformers that builds a model of `config`, with all of its parts."""
+    """transformers' class that builds all parts of a model."""
     if getattr(config, "vision_config", None) is not None:
         return AutoModelForImageTextToText
     multimodal = (
@@ -107,7 +106,7 @@ def auto_class(config: Any) -> Any:
 
 
 def persistent_buffers(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
-    """The buffers that the model's files hold, by name; most models have none."""
+    """Buffers in the model's files, by name; most models have none."""
     return [
         (f"{name}.{key}".removeprefix("."), buffer)
         for name, module in model.named_modules()
@@ -117,12 +116,11 @@ def persistent_buffers(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
 
 
 def has_blocks(model: PreTrainedModel) -> bool:
-    """Whether the model's decoder lists its blocks as `layers`."""
+    """Whether the decoder lists its blocks as `layers`."""
     return isinstance(getattr(model.get_decoder(), "layers", None), nn.ModuleList)  # type: ignore[no-untyped-call]
 
 
 def blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """The transformer blocks."""
     if not has_blocks(model):
         raise ValueError(
             f"model.path: {type(model).__name__} has no decoder.layers; take a model that lists its blocks there"
@@ -131,7 +129,7 @@ def blocks(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def all_blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """All modules that are sharded by themselves: the blocks of the model and of a tower."""
+    """Modules that are sharded separately."""
     seeing = tower_parts(model)
     return [*(seeing.blocks if seeing else ()), *blocks(model)]
 
@@ -144,8 +142,10 @@ def distribute_weights(
     initial: Initial,
     masters: MasterWeights | None = None,
 ) -> None:
-    """Fill `empty`, sharded and on meta, with the weights that rank 0 reads, tensor by tensor; a collective. An
-    adapter's are `initial`, and a critic's head is zeros. `masters` keep what is trained before it is rounded."""
+    """Fill sharded `empty` with weights that rank 0 reads; a collective.
+
+    `initial` gives adapters; a critic's head is zeros. `masters` keep unrounded weights.
+    """
     source = _read(model) if dist.get_rank() == 0 else {}
     first_name = {id(parameter): name for name, parameter in empty.named_parameters()}
     filled: dict[str, nn.Parameter] = {}
@@ -174,8 +174,7 @@ def distribute_weights(
 
 
 def read_whole(model: ModelConfig, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
-    """Raises ConfigError for weights that the model's files lack or have in another shape: transformers would make them
-    up."""
+    """Raises ConfigError for missing or misshapen weights, which transformers would invent."""
     config, trusted = read_config(model), model.trust_remote_code
     how: dict[str, Any] = {"ignore_mismatched_sizes": True, "output_loading_info": True}
     read, found = auto_class(config).from_pretrained(model.path, dtype=dtype, trust_remote_code=trusted, **how)
@@ -201,7 +200,7 @@ def _read(model: ModelConfig) -> dict[str, Tensor]:
 def init_random(
     empty: PreTrainedModel, device: torch.device, shards: int, masters: MasterWeights | None = None
 ) -> None:
-    """Each rank makes its own shard, equal in all replicas: for benchmarks of shapes."""
+    """Each rank makes its own shard, equal in all replicas; for benchmarks."""
     empty.to_empty(device=device)
     for part in empty.modules():  # a tower has a class of its own
         if isinstance(part, PreTrainedModel):

@@ -1,7 +1,7 @@
-"""Master weights in host memory, beside parameters in `model.dtype` on the GPU (`learner.cpu_offload: optimizer`).
+"""Master weights in host memory (`learner.cpu_offload: optimizer`).
 
-Weights and the optimizer's two moments lie in one `host_memory` each, cut into portions, which `offloaded_adam.py`
-brings to the GPU in turn.
+Weights and the two moments have one `host_memory` each, cut into portions, which `offloaded_adam.py` brings to the GPU
+in turn.
 """
 
 import logging
@@ -19,9 +19,9 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 
 log = logging.getLogger(__name__)
 PORTION = 1 << 26
-"""256 MiB in fp32, which takes 5 ms over PCIe."""
+"""256 MiB in fp32, 5 ms over PCIe."""
 ALIGNED = 64
-"""Each parameter begins at a multiple, for vectorised copies and kernels."""
+"""Parameters begin at multiples, for vectorised copies and kernels."""
 LOGGED = 1 << 28
 KINDS = 3
 SLOTS = 3
@@ -29,12 +29,12 @@ SLOTS = 3
 
 
 def device_bytes(numbers: int, portion: int) -> int:
-    """GPU memory of an optimizer's step over so many numbers of this rank."""
+    """GPU memory of an optimizer's step."""
     return 4 * KINDS * SLOTS * min(numbers, portion)
 
 
 class HeldSpan(NamedTuple):
-    """A range of this rank's rows of a parameter, and where it lies in its portion."""
+    """Some of this rank's rows of a parameter, and their place in a portion."""
 
     parameter: int
     start: int
@@ -64,10 +64,10 @@ def _begins(sizes: Sequence[int]) -> list[int]:
 
 
 def host_memory(numbers: int, device: torch.device) -> Tensor:
-    """`[numbers] float32` zeros, locked, so that copies do not wait.
+    """`[numbers] float32` zeros, locked so that copies do not wait. Raises RuntimeError if locking fails.
 
-    Locked by one call: CUDA refuses a copy whose range crosses from one locked piece into the next. torch's own pinned
-    memory takes powers of two: up to twice as much. Raises RuntimeError if it cannot be locked.
+    CUDA refuses copies across two locked pieces, so one call locks all. torch's own pinned memory takes up to twice as
+    much.
     """
     if device.type != "cuda" or not numbers:
         return torch.zeros(numbers)
@@ -82,20 +82,20 @@ def host_memory(numbers: int, device: torch.device) -> Tensor:
 
 
 def unlock(memory: Tensor, device: torch.device) -> None:
-    """Let go of `host_memory` early: locked addresses cannot be locked again."""
+    """Unlock early: locked addresses cannot be locked again."""
     if device.type == "cuda" and memory.numel():
         torch.cuda.check_error(torch.cuda.cudart().cudaHostUnregister(memory.data_ptr()))
 
 
 def narrow(model: nn.Module, dtype: torch.dtype) -> None:
-    """Have the trained parameters of `model`, on meta, be of `dtype`."""
+    """Cast the trained parameters of `model`, on meta."""
     for parameter in model.parameters():
         if parameter.requires_grad:
             parameter.data = parameter.data.to(dtype)
 
 
 class MasterWeights:
-    """This rank's rows of all trained parameters of a sharded `model`."""
+    """This rank's rows of all trained parameters."""
 
     def __init__(self, model: nn.Module, device: torch.device, portion: int = PORTION) -> None:
         self._model, self.device, self.portion = model, device, portion
@@ -153,9 +153,9 @@ def _like(parameter: nn.Parameter, rows: Tensor) -> Tensor:
 
 
 def keep_wide_gradients(root: FSDPModule, parameters: Iterable[nn.Parameter]) -> None:
-    """Have the gradients of narrower `parameters` be, and add up, in fp32.
+    """Have gradients of narrower `parameters` add up in fp32.
 
-    FSDP2 gives gradients their parameters' dtype, which it notes when it is initialised.
+    FSDP2 gives gradients their parameters' dtype, noted when it is initialised.
     """
     root._get_fsdp_state()._lazy_init()
     for module in root.modules():  # type: ignore[attr-defined]

@@ -1,7 +1,4 @@
-"""What a rank's GPU will hold, estimated before a weight is loaded; and the microbatch that fills it.
-
-Forward and backward passes on the meta device, without storage, show what is kept and what is alive in between.
-"""
+"""Estimates what a rank's GPU will hold, and the microbatch that fills it, by passes on the meta device."""
 
 import logging
 import os
@@ -49,16 +46,16 @@ from learner.model.vision import PATCHES_PER_TOKEN, Sight, freeze
 log = logging.getLogger(__name__)
 GIB = 2**30
 SHARE = 0.9
-"""`tokens_per_microbatch: auto` fills this share of GPU memory; the rest is for CUDA, NCCL and fragmentation."""
+"""Share of GPU memory that `tokens_per_microbatch: auto` fills; CUDA, NCCL and fragmentation take the rest."""
 GATHERED_SHARE = 0.1
-"""`gather: auto` spends at most this share of GPU memory, or of the microbatch where that fills the GPU."""
+"""`gather: auto` may take this share of GPU memory, or of the microbatch that fills it."""
 AUTO_TOKENS_ON_CPU = 8192
 META_TOKENS = 64
 META_ATTENTION = attention.registered("varlen")
 
 
 class OutOfMemory(RuntimeError):
-    """The GPU is full; the text says what fills it and which key to change."""
+    """The GPU is full; the text names the consumers and a remedy."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +75,7 @@ class PeakCandidate:
 
 @dataclass(frozen=True)
 class Estimate:
-    """Peak bytes on one rank's GPU."""
+    """Peak bytes of one rank's GPU."""
 
     candidates: list[PeakCandidate]
 
@@ -97,7 +94,7 @@ class Estimate:
 
 
 def gpu_memory(device: torch.device) -> int | None:
-    """Bytes of the GPU that no other process holds, None on CPU."""
+    """GPU bytes that no other process holds, None on CPU."""
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
@@ -126,7 +123,7 @@ def choose_gather(
     sends: int = 0,
     critic: bool = False,
 ) -> LearnerConfig:
-    """`learner` with `gather: auto` decided, for microbatches of at least `tokens`."""
+    """Decide `gather: auto`, for microbatches of at least `tokens`."""
     if learner.gather != "auto":
         return learner
     ways = [learner.model_copy(update={"gather": gather}) for gather in ("pass", "batch")]
@@ -147,7 +144,7 @@ def choose_gather(
 def memory_budget(
     config: Config, device: torch.device, shards: int, reference: bool, sends: int, patches: int = 0
 ) -> tuple[Estimate, int]:
-    """The same as `budget_in`, and a check of the host's memory."""
+    """`budget_in`, and a check of the host's memory."""
     expected, budget = budget_in(config, gpu_memory(device), shards, reference, sends, patches)
     if device.type == "cuda":
         ranks = ranks_of_node(config.learner, config.learner.ranks, os.environ)
@@ -160,8 +157,7 @@ def memory_budget(
 def budget_in(
     config: Config, available: int | None, shards: int, reference: bool, sends: int, patches: int = 0
 ) -> tuple[Estimate, int]:
-    """Estimate a rank's memory and the tokens of its microbatches. `available`: None on CPU. Raises ConfigError if the
-    GPU is too small."""
+    """Estimate memory and tokens of microbatches. Raises ConfigError if the GPU is too small."""
     wanted, least = config.learner.tokens_per_microbatch, least_microbatch(config, patches)
     sizes = config.model, config.learner, shards, reference, sends, keeps_critic(config)
     expected, share = estimate(*sizes), share_of_batch(config)
@@ -190,7 +186,7 @@ def budget_in(
 
 
 def host_bytes(model: ModelConfig, learner: LearnerConfig, tokens: int) -> int:
-    """Pinned host memory of a rank that `activation_checkpointing: offload` fills with microbatches of `tokens`."""
+    """A rank's pinned memory for `activation_checkpointing: offload`."""
     if learner.activation_checkpointing != "offload":
         return 0
     size = sizes_of(model)
@@ -230,7 +226,7 @@ def check_host(config: Config, tokens: int, ranks: int, available: int, shards: 
 
 
 def check_copies(expected: Estimate, available: int, config: Config, shards: int) -> None:
-    """Raise ConfigError if the servers' copies alone do not fit: only more ranks would make them smaller."""
+    """Raise ConfigError if the servers' copies alone do not fit: only more ranks make them smaller."""
     copies = expected.candidates[0].fixed.get("copies to send", 0)
     if copies > COPIES_SHARE * available:
         who = "a rank" if publishes_rows(config, shards) else "rank 0"
@@ -247,9 +243,11 @@ def estimate(
     critic: bool = False,
     alone: bool = False,
 ) -> Estimate:
-    """Estimate the memory of one of `shards` ranks that share a copy of the model. `sends`: over how many ranks the
-    servers' copies are spread, of which this GPU holds a share; 0: it holds none. `alone`: a batch is one microbatch,
-    so gradients come while activations go. An undecided `auto` takes the least memory."""
+    """Estimate the memory of one of `shards` ranks that share a copy of the model.
+
+    `sends`: ranks over which servers' copies are spread, 0 if this GPU holds none. `alone`: a batch is one microbatch,
+    so gradients come while activations go. An undecided `auto` takes the least memory.
+    """
     size, width = sizes_of(model), getattr(torch, model.dtype).itemsize
     always = _always(size, learner, width, shards, reference)
     if critic:
@@ -280,8 +278,6 @@ def _always(size: "ModelSizes", learner: LearnerConfig, width: int, shards: int,
 
 @dataclass(frozen=True)
 class _Rank:
-    """A rank's share of the model, and how it computes."""
-
     size: "ModelSizes"
     learner: LearnerConfig
     width: int
@@ -289,7 +285,6 @@ class _Rank:
     shards: int
     reference: bool
     alone: bool
-    """A batch is one microbatch."""
 
     @property
     def once(self) -> bool:
@@ -301,8 +296,10 @@ class _Rank:
         return self.size.parameters - self.size.blocks - self.size.idle
 
     def gathered(self, block: int, last: bool) -> int:
-        """Bytes of weights in `model.dtype` while block number `block` computes gradients. With several ranks the block
-        that the pass needs next comes meanwhile; the `last` pass of a batch gives up those of later blocks."""
+        """Gathered bytes while a block computes gradients.
+
+        With several ranks the next block comes meanwhile; the `last` pass of a batch gives up later blocks.
+        """
         root, sizes = self.root * (1 + self.reference), self.size.of_blocks
         if self.once:
             given_up = sum(each.parameters for each in sizes[block + 1 :]) if last else 0
@@ -311,7 +308,7 @@ class _Rank:
         return self.width * (root + sizes[block].parameters + coming)
 
     def gradients(self, block: int, always: int, last: bool) -> int:
-        """Bytes of all gradients, before those of block number `block` are reduced."""
+        """Bytes of gradients before this block's are reduced."""
         later = 4 * sum(each.trained for each in self.size.of_blocks[block + 1 :])
         if self.once:
             return always - (later - later // self.shards if last else 0)
@@ -319,16 +316,13 @@ class _Rank:
 
     @property
     def reduced(self) -> int:
-        """Bytes for each gradient while it is reduced, beside those that stay. It is copied in fp32: from
-        `model.dtype`, or from what was added up in fp32 and is then given up; the reduced share comes before the copy
-        goes."""
+        """Bytes for each gradient while it is reduced: a copy in fp32, and its source or the reduced share."""
         return max(self.width, 4) if self.once else 4 + max(self.width, 4 // self.shards)
 
 
 def _moments(
     rank: _Rank, row: ModelTrace, always: dict[str, int], images: dict[str, int], in_tower: int
 ) -> list[PeakCandidate]:
-    """The head, for which all activations are kept; each block's backward pass; a tower's; and the root's gradients."""
     size, held = rank.size, [block.kept for block in row.blocks]
     head = rank.width * (size.output if size.output_is_trained else 0)
     if rank.learner.activation_checkpointing == "offload":  # the others wait in host memory
@@ -360,13 +354,13 @@ def _in_block(
     images: dict[str, int],
     last: bool,
 ) -> list[PeakCandidate]:
-    """A block's backward pass at its highest, and the reduction of its gradients. `before`: kept by earlier blocks."""
+    """`before`: bytes kept by earlier blocks."""
     sizes, parallel = rank.size.of_blocks, rank.learner.context_parallel
     grown = {"activations": -(-before // parallel)} | images
     casts, per_token = rank.size.casts if rank.learner.matmul == "fp8" else (0, 0)
     if casts:
         fixed, grown = fixed | {"casts to FP8": casts}, grown | {"casts to FP8": -(-per_token // parallel)}
-    # gradients of the block before it in this pass are held in fp32 until its own are reduced
+    # gradients of the pass's previous block are held in fp32 until this block's are reduced
     reduced = 4 * sizes[number + 1].trained if last and number + 1 < len(sizes) else 0
     found = []
     for line in block.moments:
@@ -378,8 +372,8 @@ def _in_block(
 
 def _at_head(rank: _Rank, always: dict[str, int], head: int, kept: int, images: dict[str, int]) -> PeakCandidate:
     """The head's gradient in fp32, a chunk's logits, their gradient and a softcap's slope; then the gradient in
-    `model.dtype`, which has `head` bytes. Final hidden states are there three times: with those that are predicted
-    from, and their gradient."""
+    `model.dtype`. Hidden states are there three times: whole, predicted from, and their gradient.
+    """
     size, learner, width = rank.size, rank.learner, rank.width
     chunk = chunk_tokens(learner) * size.vocabulary
     logits = (4 + width) * chunk + (4 * chunk if size.softcap else 0)
@@ -394,8 +388,6 @@ def _at_head(rank: _Rank, always: dict[str, int], head: int, kept: int, images: 
 
 @dataclass(frozen=True)
 class BlockSize:
-    """Parameters of a block."""
-
     parameters: int
     trained: int
 
@@ -428,12 +420,12 @@ class ModelSizes:
     """Bytes of all parameters."""
     of_blocks: tuple["BlockSize", ...]
     of_all_blocks: tuple["BlockSize", ...]
-    """With those of a tower."""
+    """Includes a tower's."""
     output: int
     output_is_trained: bool
     vocabulary: int
     width: int
-    """Bytes of a token's hidden state in `model.dtype`."""
+    """Bytes of a token's hidden state."""
     costs: Costs
     active: int
     tower: Traced | None = None
@@ -447,7 +439,6 @@ class ModelSizes:
 
     @property
     def blocks(self) -> int:
-        """Parameters of all blocks."""
         return sum(block.parameters for block in self.of_all_blocks)
 
 
@@ -457,7 +448,7 @@ def sizes_of(model: ModelConfig) -> ModelSizes:
 
 @lru_cache(maxsize=16)
 def _sizes_of(written: str, config_json: str) -> ModelSizes:
-    """`config_json` is a part of the cache's key only."""
+    """`config_json` is for the cache's key."""
     model = ModelConfig.model_validate_json(written)
     empty = _trained_on_meta(model)
     every = {id(block): BlockSize.of(block) for block in all_blocks(empty)}
@@ -493,14 +484,13 @@ def _critic_parameters(empty: PreTrainedModel) -> int:
 
 
 def _cast(empty: PreTrainedModel, model: ModelConfig) -> torch.dtype:
-    """Cast a model on meta, where torch multiplies by experts in bfloat16 only."""
+    """On meta torch multiplies by experts in bfloat16 only."""
     dtype: torch.dtype = torch.bfloat16 if has_experts(empty.config) else getattr(torch, model.dtype)
     nn.Module.to(empty, dtype)
     return dtype
 
 
 def _decode(empty: PreTrainedModel, context_parallel: int, number: int) -> Tensor:
-    """Final hidden states of a row of so many tokens, on meta."""
     tokens = torch.zeros(1, number, dtype=torch.int64, device="meta")
     given: dict[str, Any] = {"input_ids": tokens, "position_ids": tokens, "use_cache": False}
     given |= {"cu_seq_lens_q": _meta_places(), "max_length_q": number}
@@ -514,7 +504,6 @@ def _decode(empty: PreTrainedModel, context_parallel: int, number: int) -> Tenso
 
 
 def _row_of(model: ModelConfig, learner: LearnerConfig) -> ModelTrace:
-    """What the blocks keep and work with, per token of a rank's slice."""
     way = learner.activation_checkpointing
     way = "block" if way in ("auto", "offload") else way
     way = "none" if way == "selective" and learner.compile is True else way
@@ -522,13 +511,11 @@ def _row_of(model: ModelConfig, learner: LearnerConfig) -> ModelTrace:
 
 
 def _key(model: ModelConfig) -> tuple[str, str]:
-    """What a trace follows from."""
     return model.model_dump_json(), read_config(model).to_json_string()
 
 
 @lru_cache(maxsize=16)
 def _traced_row(written: str, config_json: str, context_parallel: int, way: str, compiled: bool) -> ModelTrace:
-    """`config_json` is a part of the cache's key only."""
     model = ModelConfig.model_validate_json(written)
     empty = _trained_on_meta(model)
     width, traced_in = getattr(torch, model.dtype).itemsize, _cast(empty, model)
@@ -546,7 +533,7 @@ def _traced_row(written: str, config_json: str, context_parallel: int, way: str,
 
 
 def _rough_row(model: ModelConfig, context_parallel: int, way: str) -> ModelTrace:
-    """The same by a forward pass alone, as if all blocks were equal."""
+    """`_traced_row` by a forward pass alone, as if blocks were equal."""
     empty = _trained_on_meta(model)
     width, every = _cast(empty, model).itemsize * empty.config.get_text_config().hidden_size, blocks(empty)
     kept = _trace(empty, partial(_decode, empty, context_parallel, META_TOKENS))
@@ -561,7 +548,6 @@ def _rough_row(model: ModelConfig, context_parallel: int, way: str) -> ModelTrac
 
 
 def _trained_on_meta(model: ModelConfig) -> PreTrainedModel:
-    """The model as a policy has it, on meta in fp32."""
     empty = build_on_meta(model, META_ATTENTION)
     if model.lora:
         adapt(empty, model.lora, getattr(torch, model.dtype))
@@ -588,7 +574,7 @@ def _tower_trace(empty: PreTrainedModel, model: ModelConfig) -> tuple[Traced | N
 
 
 def _saved_by_tower(size: ModelSizes, learner: LearnerConfig) -> tuple[dict[str, int], int]:
-    """The inputs of the tower's blocks stay on the GPU."""
+    """The inputs of a tower's blocks stay on the GPU."""
     if size.tower is None:
         return {}, 0
     way: str = learner.activation_checkpointing
@@ -602,8 +588,8 @@ def _meta_places() -> Tensor:
 
 
 def _saved(traced: Traced, way: str) -> tuple[int, int]:
-    """Bytes per token or patch that a stack of blocks keeps for the backward pass, and that one block's backward pass
-    works with, by what its forward pass saves: for towers, and for blocks whose backward pass cannot be traced.
+    """For towers, and where backward passes cannot be traced: bytes that a stack keeps, and that one backward pass
+    takes.
 
     A recomputed block holds what it would have kept, and gradients of an MLP's two factors, the largest there are.
     """
@@ -619,7 +605,7 @@ def _saved(traced: Traced, way: str) -> tuple[int, int]:
 
 
 Storages = dict[int, Tensor]
-"""The keys are addresses, so views count once. Holding the tensors keeps addresses unique."""
+"""Keys are addresses: views count once, and holding tensors keeps addresses unique."""
 
 
 def _add(storages: Storages, *tensors: Tensor) -> None:
@@ -650,7 +636,7 @@ def _trace(empty: PreTrainedModel, forward: Callable[[], Any]) -> tuple[int, int
 
 
 class _MatmulRecorder(TorchDispatchMode):
-    """`added`: matrices whose output is added to another's; the compiler keeps the sum alone."""
+    """`added`: matrices whose output is added to another's; the compiler keeps only the sum."""
 
     def __init__(self, added: Storages) -> None:
         super().__init__()

@@ -1,7 +1,6 @@
-"""A microbatch: pieces of text packed without padding, one after another.
+"""Pieces of text packed without padding: [shared prompts | their answers, group by group | whole documents].
 
-Where samples share a prompt, the row is [shared prompts | their answers, group by group | whole documents]. An answer
-sees its prompt's keys too (`SharedPrompts`) or, where that costs less, copies of them (`CopiedPrompts`).
+Answers see their prompt's keys (`SharedPrompts`) or, where cheaper, copies of them (`CopiedPrompts`).
 """
 
 from collections.abc import Sequence
@@ -18,8 +17,8 @@ from learner.model.towers import PackedImages
 class SharedPrompts(NamedTuple):
     """The answers of group i see prompt i.
 
-    Example: prompts of 4 and 9 tokens with answers of 2, 3 and of 1, 1: `answer_starts` [0, 5, 7] and `prompt_starts`
-    [0, 4, 13], int32.
+    Example: prompts of 4 and 9 tokens with answers of 2, 3 and of 1, 1: `answer_starts` [0, 5, 7], `prompt_starts` [0,
+    4, 13], int32.
     """
 
     answer_starts: Tensor
@@ -31,7 +30,7 @@ class SharedPrompts(NamedTuple):
 
 
 class CopiedPrompts(NamedTuple):
-    """The keys that each piece sees: its own, and before an answer's its prompt's.
+    """The keys that each piece sees: its own, after its prompt's.
 
     Example: a prompt of 2 with answers of 1 and 3: `keys` [0, 1, 0, 1, 2, 0, 1, 3, 4, 5] int64, `starts` [0, 2, 5, 10]
     int32.
@@ -43,10 +42,10 @@ class CopiedPrompts(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """The tokens that a row's head computes, each once, where texts share more than prompts.
+    """Tokens that a row's head computes once, where texts share more than prompts.
 
-    Example: two samples of one prompt of 2, whose answers are [5, 6] and [5, 7], have these int64 tensors: `predictor`
-    [1, 2, 2], `tokens` [5, 6, 7], `of_scored` [0, 1, 0, 2], `members` [0, 2, 1, 3].
+    Example: samples of one prompt of 2 with answers [5, 6] and [5, 7], int64: `predictor` [1, 2, 2], `tokens` [5, 6,
+    7], `of_scored` [0, 1, 0, 2], `members` [0, 2, 1, 3].
     """
 
     predictor: Tensor
@@ -62,13 +61,13 @@ class Targets(NamedTuple):
 
 
 class RowSlice(NamedTuple):
-    """A rank's slice of a row that a context group shares (`context.py`)."""
+    """A rank's slice of a shared row (`context.py`)."""
 
     group: str
     start: int
     stop: int
     scored: Tensor
-    """int64: the entries of `Microbatch.scored` whose predictor it holds."""
+    """int64: entries of `Microbatch.scored` whose predictor it holds."""
     predictor: Tensor
     """int64: indices in the slice."""
     filled_from: int
@@ -77,8 +76,8 @@ class RowSlice(NamedTuple):
 
 @dataclass(frozen=True)
 class Microbatch:
-    """One packed row. Per-token tensors are [tokens]. With `targets`, all but `tokens` and `positions` have further
-    entries behind them, for tokens that more than one sample trains.
+    """One packed row; per-token tensors are [tokens]. With `targets`, all but `tokens` and `positions` have further
+    entries for tokens that several samples train.
 
     Example: documents of 2 and 3 tokens have `cu_seqlens` [0, 2, 5], `max_seqlen` 3, `positions` [0, 1, 0, 1, 2].
     """
@@ -86,26 +85,26 @@ class Microbatch:
     tokens: Tensor
     """int64"""
     positions: Tensor
-    """int64. An answer goes on from its prompt. With images [4, tokens]: below them are `rope_positions`."""
+    """int64; positions of an answer continue its prompt's. With images [4, tokens]: `rope_positions` below."""
     cu_seqlens: Tensor
     """int32 [pieces + 1]"""
     max_seqlen: int
     sampled: Tensor
-    """bool: trainable, which no document's first token is."""
+    """bool: trainable, never a document's first token."""
     scored: Tensor
-    """int64 [trainable tokens]: where `sampled` is true."""
+    """int64 [trainable tokens]: indices of `sampled`."""
     predictor: Tensor
-    """int64 [trainable tokens]: the token before each; for an answer's first token its prompt's last."""
+    """int64 [trainable tokens]: the token before each; before an answer its prompt's last."""
     behaviour: Tensor
     """float32 log-probability at sampling."""
     versions: Tensor
     """int64, -1 for prompts."""
     sequence: Tensor
-    """int64 index in `Batch.rows`; in a shared prompt any of its group's."""
+    """int64 index in `Batch.rows`; in a shared prompt any of its group."""
     turn: Tensor
     """int64 index in `Batch.turns`; -1 for given tokens."""
     groups: Sequence[int]
-    """How many answers each shared prompt has."""
+    """Answers to each shared prompt."""
     shared: SharedPrompts | CopiedPrompts | None
     images: PackedImages | None = None
     routes: Tensor | None = None
@@ -113,9 +112,9 @@ class Microbatch:
     advantages: Tensor | None = None
     """float32, by a critic."""
     teacher: Tensor | None = None
-    """float32 log-probability, 0 where there is no teacher."""
+    """float32 log-probability, 0 without a teacher."""
     teacher_ids: Tensor | None = None
-    """int64 [trainable tokens, k]: the teacher's most probable tokens, zeros where there is no teacher."""
+    """int64 [trainable tokens, k]: most probable tokens, 0 without a teacher."""
     teacher_top: Tensor | None = None
     """float32 [trainable tokens, k]"""
     targets: Targets | None = None
@@ -134,7 +133,7 @@ class Microbatch:
         return len(self.scored) if self.targets is None else len(self.targets.tokens)
 
     def copying(self, most: float) -> "Microbatch":
-        """Copy prompts' keys if that is at most `most` keys a token; on the CPU."""
+        """Copy prompts' keys, if at most `most` a token; on the CPU."""
         bounds = self.cu_seqlens.numpy()
         copies = np.diff(bounds[: len(self.groups) + 1]).dot(self.groups)
         return replace(self, shared=_copied(bounds, self.groups)) if 0 < copies <= most * bounds[-1] else self
@@ -159,10 +158,9 @@ def lay_out(
     groups: Sequence[int] = (),
     turns: Sequence[Any] | None = None,
 ) -> Microbatch:
-    """Make a microbatch of pieces; `rows`: their indices in `Batch.rows`.
+    """Make a microbatch. `rows`: indices in `Batch.rows`. `groups`: numbers of answers to shared prompts.
 
-    `groups`: numbers of answers to shared prompts. So many prompts come first, without trainable tokens, then the
-    answers to the first one, and so on; the rest are whole documents.
+    Prompts come first, without trainable tokens, then answers, prompt by prompt, then whole documents.
     """
 
     def joined(arrays: Sequence[Any], dtype: Any) -> Tensor:
@@ -219,6 +217,6 @@ def _shared(cu_seqlens: np.ndarray, groups: Sequence[int]) -> SharedPrompts:
 
 
 def one_document(tokens: Sequence[int]) -> Microbatch:
-    """A single document of which every token but the first is trainable."""
+    """A document whose first token alone is not trainable."""
     size = len(tokens)
     return lay_out([tokens], [np.ones(size)], [np.zeros(size)], [np.full(size, -1)], [0])

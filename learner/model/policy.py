@@ -1,7 +1,6 @@
-"""The policy: a Hugging Face causal language model under FSDP2, with a chunked log-probability head.
+"""The policy: a Hugging Face causal language model under FSDP2.
 
-Each method that computes is a collective of the ranks that share a copy (`learner/mesh.py`); a backward pass is one of
-all ranks.
+Methods that compute are collectives of the ranks that share a copy (`learner/mesh.py`); backward passes, of all ranks.
 """
 
 import logging
@@ -44,10 +43,9 @@ MOST_GRAPHS = 64
 
 
 class Policy(nn.Module):
-    """`policy(microbatch)` computes log-probabilities; a critic's body, which is `valued`, computes values.
+    """Computes log-probabilities or, if `valued`, a critic's values.
 
-    Rank 0 reads the weights, and shards them tensor by tensor: no other rank ever holds the whole model, and rank 0
-    only in host memory. An undecided `auto` takes the least memory.
+    Rank 0 reads weights into host memory and shards them one by one: no other rank ever holds the whole model.
     """
 
     def __init__(
@@ -108,7 +106,7 @@ class Policy(nn.Module):
             keep_wide_gradients(self, self.masters.parameters)
 
     def _choose_trained(self, model: ModelConfig, learner: LearnerConfig, frozen: bool) -> None:
-        """Adapters, FP8 and frozen parts: they change the layers, so they come before all that looks at these."""
+        """Change the layers, before all that looks at them."""
         self.model.requires_grad_(not frozen)
         if model.lora:
             adapt(self.model, model.lora, self.dtype)
@@ -153,12 +151,10 @@ class Policy(nn.Module):
         loss: ChunkLoss | None = None,
         top: TopTokens | None = None,
     ) -> tuple[Tensor, ...]:
-        """Log-probability and entropy of each trainable token given those before it: two [tokens] float32, 0 for other
-        tokens.
+        """Log-probability and entropy of trainable tokens: two [tokens] float32, 0 elsewhere.
 
-        With `loss`, a function of some of `microbatch.scored`, they have no gradient; its sum, [] float32, is the third
-        result. `top`: as in `chunked_loss`. A critic's body has one result: the value of the state after each token,
-        [tokens] float32.
+        With `loss` they have no gradient; its sum, [] float32, is the third result. A critic has one result: the value
+        after each token, [tokens] float32.
         """
         hidden = hidden_states(self.model, self.sight, self.mixture, microbatch)
         if self.valued:
@@ -174,7 +170,7 @@ class Policy(nn.Module):
         return logprobs
 
     def place(self, microbatch: Microbatch) -> Microbatch:
-        """Bring `microbatch` from the CPU to this policy's device; where ranks share a row, with this rank's slice."""
+        """Bring `microbatch` to the device, with this rank's slice of a shared row."""
         if self.sight is not None and microbatch.images is not None:
             microbatch = replace(microbatch, images=self.sight.lay_out(microbatch.images))
         if self.context_group is not None:
@@ -187,11 +183,10 @@ class Policy(nn.Module):
         return self.score(self.place(row), temperature=1.0)[1 : len(row.tokens)].tolist()
 
     def full_weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
-        """Each whole weight but those `without`, as the model's files hold and name it, in `model.dtype`, ordered as
-        `weight_specs`. With `model.lora` the adapter's matrices, B times the scale. Persistent buffers come last, in
-        their own dtype.
+        """Whole weights as the model's files hold and name them, in `model.dtype`, ordered as `weight_specs`.
 
-        A collective: all ranks must iterate to the end. Do not write to the tensors, which may share memory.
+        With `model.lora` the adapter's matrices, B times the scale. Persistent buffers come last, in their own dtype. A
+        collective: all ranks must iterate to the end. Do not write to the tensors, which may share memory.
         """
         for name, weight in unshard(self._published(without), self.device, self.dtype):
             yield from self.form.tensors(name, weight)
@@ -199,8 +194,7 @@ class Policy(nn.Module):
             yield from self.form.tensors(name, buffer)
 
     def local_weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
-        """This rank's own rows (there may be none), multiplied by their scale and not rounded. No communication. Do not
-        write to the tensors."""
+        """This rank's own rows, scaled and not rounded. No communication. Do not write to the tensors."""
         for name, parameter, scale in self._published(without):
             local = own_rows(parameter)
             yield name, local if scale == 1.0 else local * scale
@@ -209,7 +203,7 @@ class Policy(nn.Module):
         return frozenset(name for name, p, _ in self._published() if not is_sharded(p))
 
     def unsent_by_rows(self) -> str:
-        """The first weight or buffer that servers do not get as the ranks' own rows; empty if none."""
+        """A weight or buffer that ranks do not send as their own rows, else empty."""
         sent = [name for name, _, _ in self._published()]
         return next((name for name in sent if name in self.form.changed), "") or next(
             (name for name, _ in self._published_buffers()), ""
@@ -239,7 +233,7 @@ class Policy(nn.Module):
         return unshard((each._replace(scale=1.0) for each in factors(self.model)), self.device, torch.float32)
 
     def frozen_names(self) -> frozenset[str]:
-        """Weights that `model.freeze` names, and those in idle parts."""
+        """Weights of `model.freeze` and of idle parts."""
         idle = idle_names(self.model)
         every: list[tuple[str, Tensor]] = [(name, p) for name, p, _ in self._published() if not p.requires_grad]
         every += [(name, buffer) for name, buffer in self._published_buffers() if name in idle]
@@ -247,7 +241,7 @@ class Policy(nn.Module):
 
     @property
     def counts(self) -> bool:
-        """Where ranks share a row, the first alone counts what it has."""
+        """Only the first of the ranks that share a row counts it."""
         return self.context_group is None or context.size_and_rank(self.context_group)[1] == 0
 
     @property
@@ -258,7 +252,7 @@ class Policy(nn.Module):
 def hidden_states(
     model: PreTrainedModel, sight: vision.Sight | None, mixture: Mixture | None, microbatch: Microbatch
 ) -> Tensor:
-    """Final hidden states of the tokens that this rank holds: [tokens, hidden_size]."""
+    """Final hidden states of this rank's tokens: [tokens, hidden_size]."""
     decoder = model.get_decoder()  # type: ignore[no-untyped-call]
     tokens, positions = microbatch.tokens[microbatch.held], microbatch.positions[..., microbatch.held]
     given: dict[str, Any] = {"input_ids": tokens[None]} if sight is None else sight.inputs(tokens, microbatch.images)
@@ -285,7 +279,7 @@ def apply_head(
     loss: ChunkLoss | None = None,
     top: TopTokens | None = None,
 ) -> tuple[Tensor, ...]:
-    """Compute the result of `Policy.forward` from the row's hidden states."""
+    """Compute `Policy.forward` from hidden states."""
     own, scored, targets = microbatch.own, microbatch.predicted, microbatch.targets
     predictor = microbatch.predictor if own is None else own.predictor
     tokens, shared = microbatch.tokens if targets is None else targets.tokens, microbatch.shared is not None
@@ -318,8 +312,7 @@ def _of_targets(loss: ChunkLoss, targets: Targets) -> ChunkLoss:
 
 
 class _Gather(torch.autograd.Function):
-    """`hidden[index]`, whose gradient adds up in float32 where an index occurs many times, as a shared prompt's last
-    token does."""
+    """`hidden[index]`; gradients of a repeated index, such as a prompt's last token, add up in float32."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor, index: Tensor) -> Tensor:
@@ -335,6 +328,7 @@ class _Gather(torch.autograd.Function):
 
 
 def _cast_inputs(dtype: torch.dtype, block: nn.Module, args: Any, kwargs: Any) -> Any:
-    """FSDP's own hook does nothing, before torch 2.13, where a block is recomputed: a tower's rotary embeddings would
-    be float32 then, its gradients up to 1 % off."""
+    """Before torch 2.13, FSDP's own hook does nothing where a block is recomputed: a tower's rotary embeddings would be
+    float32, its gradients up to 1 % off.
+    """
     return tree_map_only(Tensor, lambda given: given.to(dtype) if given.is_floating_point() else given, (args, kwargs))

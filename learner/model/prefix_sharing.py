@@ -16,15 +16,13 @@ log = logging.getLogger(__name__)
 
 @dataclass
 class PrefixSharing:
-    """What one row computes once."""
-
     prompts: bool
     key_room: float | None
     most_copied: float
     unshared: str | None
-    """Why a prompt cannot be shared."""
+    """Why prompts cannot be shared."""
     no_trees: str | None
-    """Why no longer prefix can be shared."""
+    """Why no longer prefixes can be shared."""
 
     @classmethod
     def of(
@@ -49,7 +47,6 @@ class PrefixSharing:
         return self.prompts or self.key_room is not None
 
     def tell(self, learner: LearnerConfig) -> None:
-        """Log what is not shared, and why."""
         if learner.share_prompts and self.key_room is None and self.unshared:
             log.warning("learner.share_prompts: off, every sample's prompt is computed: %s", self.unshared)
         elif learner.share_prompts is True and self.no_trees:

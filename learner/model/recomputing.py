@@ -1,4 +1,4 @@
-"""Which activations of the blocks are computed again in the backward pass (`learner.activation_checkpointing`)."""
+"""Chooses activations that the backward pass computes again (`learner.activation_checkpointing`)."""
 
 from functools import partial
 from typing import Any
@@ -21,8 +21,9 @@ SAVED_OPS = [
 
 
 def recompute(model: PreTrainedModel, way: str, compiled: bool = False) -> None:
-    """Have the blocks recompute as `way`, a value of `learner.activation_checkpointing`, says. A compiled block is
-    selective by itself: the compiler recomputes what is cheap."""
+    """Have blocks recompute by `way`, a value of `learner.activation_checkpointing`. Compiled blocks are selective by
+    themselves.
+    """
     options: dict[str, Any] = {"use_reentrant": False}
     if way == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, SAVED_OPS)

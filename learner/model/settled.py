@@ -1,7 +1,6 @@
-"""What `auto` takes on a card that need not be here, and what each rank's GPU then holds.
+"""What `auto` takes on a card that need not be present, and what each GPU then holds.
 
-Rank 0, which holds the copies for the servers, and another rank are both computed; at the learner's start ranks agree
-by a collective.
+Rank 0 also holds the servers' copies.
 """
 
 from dataclasses import dataclass
@@ -16,8 +15,6 @@ from learner.model.speed import choose, fastest_first
 
 @dataclass(frozen=True)
 class RankMemory:
-    """One rank: what it will hold, and the tokens of its microbatches."""
-
     estimate: Estimate
     tokens: int
     least: int
@@ -43,7 +40,7 @@ class Settled:
 
 
 def settle(config: Config, memory: int, patches: int = 0) -> Settled:
-    """Decide what is `auto` for GPUs with `memory` bytes. Raises ConfigError if a GPU is too small."""
+    """Decide what is `auto` for GPUs with `memory` bytes. Raises ConfigError."""
     config = settle_gather(settle_speed(config, memory, patches), memory, patches)
     shards, reference, least = shards_of(config.learner), keeps_reference(config), least_microbatch(config, patches)
     first, *others = (
@@ -53,7 +50,7 @@ def settle(config: Config, memory: int, patches: int = 0) -> Settled:
 
 
 def settle_speed(config: Config, memory: int, patches: int) -> Config:
-    """As `decide_speed` of the learner does: all ranks take what fits the fullest."""
+    """As the learner's `decide_speed`: all ranks take what fits the fullest."""
     ways = fastest_first(config.learner, True, config.run.versions)
     sizes = shards_of(config.learner), memory, least_microbatch(config, patches), keeps_reference(config)
     taken = max(choose(config.model, ways, *sizes, sends, keeps_critic(config)) for sends in roles(config))
@@ -61,14 +58,14 @@ def settle_speed(config: Config, memory: int, patches: int) -> Config:
 
 
 def settle_gather(config: Config, memory: int, patches: int) -> Config:
-    """As `decide_gather` of the learner does: `batch` only if every rank has room for it."""
+    """As the learner's `decide_gather`: `batch` only if every rank has room for it."""
     sizes = shards_of(config.learner), memory, least_microbatch(config, patches), keeps_reference(config)
     own = [choose_gather(config.model, config.learner, *sizes, sends, keeps_critic(config)) for sends in roles(config)]
     return config.model_copy(update={"learner": next((way for way in own if way.gather == "pass"), own[0])})
 
 
 def roles(config: Config) -> list[int]:
-    """The `sends` of `memory.estimate` for rank 0 and the last rank."""
+    """`sends` of `memory.estimate` for rank 0 and the last rank."""
     shards = shards_of(config.learner)
     return [copies_over(config, shards, rank) for rank in sorted({0, config.learner.ranks - 1})]
 

@@ -1,6 +1,6 @@
-"""Makes a small copy of a model's config: the same classes with few, narrow layers, short windows and few experts.
+"""Makes a small copy of a model's config: few, narrow layers, short windows and few experts.
 
-It keeps what decides how a model is computed: types of layers and their order, ratios and sizes of heads.
+It keeps classes, types and order of layers, ratios and sizes of heads.
 """
 
 import copy
@@ -17,7 +17,7 @@ from learner.model import idle_parts, loading
 from learner.model.towers import tower_parts
 
 GAIN = 3.0
-"""A softcap of 50 has an effect on such activations."""
+"""A softcap of 50 affects such activations."""
 TOWER_GAIN = 1.0
 """The text model enlarges a trained tower's differences of rounding."""
 WINDOW = 8
@@ -44,7 +44,7 @@ UNUSABLE = (ArithmeticError, AssertionError, AttributeError, LookupError, Runtim
 
 
 def small(config: PreTrainedConfig, trusted: bool = False) -> PreTrainedConfig:
-    """Shrink a copy of `config`; all widths stay where transformers cannot run a narrow one."""
+    """Shrink a copy of `config`; widths stay where transformers cannot run narrow ones."""
     short = copy.deepcopy(config)
     text = short.get_text_config()
     own = _keep_each_kind(text)
@@ -78,8 +78,7 @@ def small(config: PreTrainedConfig, trusted: bool = False) -> PreTrainedConfig:
 
 
 def _keep_each_kind(text: Any) -> dict[int, dict[str, Any]]:
-    """Keep the first two layers and one of each kind. Returns the values that single layers have in place of the
-    config's own."""
+    """Keep the first two layers and one of each kind; returns values of single layers."""
     layers, shared = getattr(text, "num_hidden_layers", None), getattr(text, "num_kv_shared_layers", None) or 0
     if not isinstance(layers, int):
         return {}
@@ -162,7 +161,7 @@ def _narrow_pooled_tower(config: Any) -> None:
 
 
 def _shrink_images(config: Any) -> None:
-    """An image gets 2 x 2 tokens, each of as many patches as before: no window is shorter."""
+    """Images get 2 x 2 tokens of as many patches as before."""
     tower = config.vision_config
     merge = max(1, tower.image_size // tower.patch_size // isqrt(config.mm_tokens_per_image))
     config.mm_tokens_per_image, tower.image_size = 4, 2 * merge * tower.patch_size
@@ -199,7 +198,6 @@ def _shrink_idle(part: Any, narrowed: bool) -> None:
 
 
 def size_of(config: PreTrainedConfig, trusted: bool) -> int:
-    """Return the number of parameters of a model of this config."""
     with torch.device("meta"):
         made = loading.auto_class(config).from_config(copy.deepcopy(config), trust_remote_code=trusted)
     return int(made.num_parameters())
@@ -218,7 +216,7 @@ def _runs(config: PreTrainedConfig, trusted: bool) -> bool:
 
 
 def stir(model: PreTrainedModel) -> None:
-    """Set random weights that make activations large, and move norms, biases, sinks and buffers."""
+    """Set random weights that make activations large; move norms, biases, sinks and buffers."""
     draw, parts = torch.Generator().manual_seed(1), tower_parts(model)
     seeing = {id(parameter) for parameter in parts.parameters} if parts is not None else set()
     with torch.no_grad():

@@ -1,7 +1,4 @@
-"""Decides the keys of the learner that are `auto` and that change its speed, not its results.
-
-`memory.py` decides afterwards how to use the rest of the memory. A value in the run file is kept.
-"""
+"""Decides `auto` keys that change the learner's speed, not its results."""
 
 import logging
 from collections.abc import Sequence
@@ -14,7 +11,7 @@ log = logging.getLogger(__name__)
 VERSIONS_WORTH_COMPILING = 20
 """Compiling takes a minute at the start."""
 ENOUGH_TOKENS = 8192
-"""So many tokens fill a GPU and hide the gathering of weights."""
+"""So many fill a GPU and hide the gathering of weights."""
 HEAD_CHUNK_ON_GPU = 4096
 STEP_TIME = {"none": 1.0, "selective": 1.1, "block": 4 / 3, "offload": 4 / 3}
 """`block` computes each forward pass twice; long rows hide copies to the host."""
@@ -29,7 +26,7 @@ REASONS = {
 
 
 def fastest_first(learner: LearnerConfig, on_gpu: bool, versions: int) -> list[LearnerConfig]:
-    """List possible settings; none needs more memory than the one before. Never empty."""
+    """Settings, each with no more memory than the one before. Never empty."""
     worth = versions >= VERSIONS_WORTH_COMPILING or learner.matmul == "fp8"
     compiled = on_gpu and learner.cpu_offload is not True and worth
     if learner.compile != "auto":
@@ -59,7 +56,7 @@ def choose(
     sends: int = 0,
     critic: bool = False,
 ) -> int:
-    """The index of the first of `ways` that fits a rank with `memory` bytes (None: on CPU), else of the last."""
+    """Index of the first of `ways` that fits `memory` (None: on CPU), else the last."""
     if memory is None:
         return 0
     for index, way in enumerate(ways[:-1]):
@@ -113,5 +110,5 @@ def report_slower(written: LearnerConfig, chosen: LearnerConfig, automatic: Lear
 
 
 def step_time(learner: LearnerConfig) -> float:
-    """A step is compared with a compiled one that recomputes nothing."""
+    """Relative to a compiled step that recomputes nothing."""
     return STEP_TIME[learner.activation_checkpointing] * (1.0 if learner.compile else EAGER_TIME)

@@ -1,11 +1,8 @@
 """Layers that keep a state: convolutions, gated delta rules and state space models, computed document by document.
 
-In a packed row such a layer would go on from one document to the next. `separate` gives the bounds of documents to the
-kernels of layers that can take them (`bounded_state.py`). Other layers see the row's documents as the sequences of a
-batch: documents of similar length together, padded on the right, which no earlier token sees. This is exact on any
-device and with any kernel that the layer itself takes. The classes are listed by name; whether their rows are exact is
-tried (`exactness.py`), and a layer of another class is refused by that trial. Used by `loading.py`, `attention.py` and
-`flops.py`; document by document it waits for the GPU, because it reads the bounds.
+Where no kernel takes bounds (`bounded_state.py`), documents of similar length are the sequences of a batch, padded on
+the right, which no earlier token sees; this waits for the GPU to read bounds. `exactness.py` refuses classes that are
+not listed by name.
 """
 
 import logging
@@ -28,39 +25,39 @@ log = logging.getLogger(__name__)
 KEEPS_STATE = re.compile(
     r"(GatedDeltaNet|DeltaAttention|ShortConv|Mamba2?Mixer|MambaLayer|BambaMixer|FalconH1Mixer|RecurrentBlock)$"
 )
-"""Ends of the names of transformers' classes of such layers."""
+"""Ends of transformers' names of such layers."""
 KERNELS = ("fla", "causal_conv1d", "mamba_ssm")
-"""Packages whose kernels transformers takes for such layers, where they are installed."""
+"""Packages whose kernels transformers takes for such layers, if installed."""
 PADDED = 1.25
-"""Longest length of the documents that are computed together, relative to their shortest."""
+"""Longest length of documents computed together, relative to their shortest."""
 META_DOCUMENT = 1024
-"""Tokens of a document whose memory is counted. Some state spaces take more for longer ones, but far less than their
-largest products until about 32,768."""
+"""Tokens of a document whose memory is counted. State spaces take more for longer ones, but far less than their largest
+products until about 32,768.
+"""
 PROVEN = set[type[nn.Module]]()
-"""Classes of layers whose kernels have been compared in this process."""
+"""Classes whose kernels this process has compared."""
 Span = tuple[int, int]
-"""First token of a document, and the one after its last."""
+"""A document's first token, and the one after its last."""
 
 
 def use_torch_alone() -> None:
-    """Have transformers compute such layers without KERNELS in this process, because these run on GPUs alone. To be
-    called before the code of a model is imported, which chooses."""
+    """Keep transformers from KERNELS, which run on GPUs alone. Call it before the model's code is imported."""
     for name in KERNELS:
         sys.modules[name] = None  # type: ignore[assignment]  # an import of it fails
 
 
 def layers_of(block: nn.Module) -> list[nn.Module]:
-    """The layers of a block that keep a state."""
+    """A block's layers that keep a state."""
     return [layer for layer in block.modules() if KEEPS_STATE.search(type(layer).__name__)]
 
 
 def kinds(model: nn.Module) -> list[str]:
-    """Names of the classes of layers that keep a state, in order. Example: `["Lfm2ShortConv"]`"""
+    """Class names of layers that keep a state. Example: `["Lfm2ShortConv"]`"""
     return sorted({type(layer).__name__ for layer in layers_of(model)})
 
 
 def report(model: nn.Module, device: torch.device) -> None:
-    """Warn where a GPU computes such layers without kernels for GPUs, and say why."""
+    """Warn where a GPU computes such layers without kernels for them."""
     if device.type == "cuda" and (why := slow_because(layers_of(model))):
         log.warning(
             "layers that keep a state take transformers' torch functions, several times slower than kernels: %s", why
@@ -68,16 +65,15 @@ def report(model: nn.Module, device: torch.device) -> None:
 
 
 def attends(block: nn.Module) -> bool:
-    """Whether a block has attention, beside or in place of a layer that keeps a state."""
     names = {type(layer).__name__ for layer in block.modules()}
     return any("Attention" in name and not KEEPS_STATE.search(name) for name in names)
 
 
 def products(layer: Any) -> int:
-    """Multiplications that a token costs with the state of a layer, beside those by its weights.
+    """Multiplications of a token with a layer's state.
 
-    A delta rule reads its state [heads, key, value] twice and writes it once; a state space reads and writes
-    [heads, head_dim, state] once; a convolution has weights alone.
+    A delta rule reads its state [heads, key, value] twice and writes it once; a state space reads and writes [heads,
+    head_dim, state] once.
     """
     if hasattr(layer, "head_k_dim"):
         return int(3 * layer.num_v_heads * layer.head_k_dim * layer.head_v_dim)
@@ -88,15 +84,13 @@ def products(layer: Any) -> int:
 
 
 def separate(blocks: Iterable[nn.Module]) -> None:
-    """Have the layers of `blocks` that keep a state see each document of a row alone. The blocks note the bounds."""
+    """Have layers that keep a state see each document alone. Blocks note the bounds."""
     for block in blocks:
         for layer in layers_of(block):
             layer.forward = _by_document(layer, layer.forward)  # type: ignore[method-assign]
 
 
 def _by_document(layer: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward`, for a row [1, tokens, width] of documents."""
-
     @torch.compiler.disable  # type: ignore[untyped-decorator]  # reads the bounds
     def separated(*args: Any, **kwargs: Any) -> Any:
         starts, _, shared, group = bounds.of_row(layer, {})
@@ -124,7 +118,7 @@ def _by_document(layer: nn.Module, forward: Callable[..., Any]) -> Callable[...,
 def _in_batches(
     forward: Callable[..., Any], given: tuple[Any, Any], tokens: int, batches: Iterable[tuple[Tensor, Tensor]]
 ) -> Any:
-    """Call `forward` with documents as the sequences of batches; returns the row in its order."""
+    """Call `forward` with documents as sequences of batches; returns the row in order."""
     places, outputs = [], []
     for index, real in batches:
 
@@ -140,15 +134,16 @@ def _in_batches(
 
 
 def _prove(layer: nn.Module, forward: Callable[..., Any], hidden: Tensor) -> None:
-    """Compare the kernels of a class of layers with its torch functions once in this process, on a GPU."""
+    """Compare a class's kernels with torch functions, once in this process."""
     if hidden.is_cuda and type(layer) not in PROVEN:
         check(layer, forward, hidden)
         PROVEN.add(type(layer))
 
 
 def _batches(starts: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield for some documents of similar length where their tokens are in the row, [documents, longest] int64, and
-    the numbers of those places that are no padding, [tokens]."""
+    """Documents of similar length: places in the row, [documents, longest] int64; numbers of places that are no
+    padding, [tokens].
+    """
     for spans in _similar(list(pairwise(starts.tolist()))):
         first, end = torch.tensor(spans, device=starts.device).T
         position = torch.arange(max(b - a for a, b in spans), device=starts.device)
@@ -157,17 +152,14 @@ def _batches(starts: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _meta_batches(tokens: int) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yield the same of a row on meta, which has documents of META_DOCUMENT tokens."""
+    """`_batches` on meta, with documents of META_DOCUMENT tokens."""
     number = tokens // META_DOCUMENT if tokens % META_DOCUMENT == 0 else 1
     places = torch.empty(tokens, dtype=torch.int64, device="meta")
     yield places.view(number, -1), places
 
 
 def _similar(spans: Sequence[Span]) -> list[list[Span]]:
-    """Documents in groups whose longest is at most PADDED times as long as the shortest.
-
-    Example: `_similar([(0, 9), (9, 12), (12, 20)]) == [[(9, 12)], [(12, 20), (0, 9)]]`
-    """
+    """Groups of documents whose longest is at most PADDED times the shortest."""
     groups: list[list[Span]] = []
     for start, end in sorted(spans, key=lambda span: span[1] - span[0]):
         if groups and end - start <= PADDED * (groups[-1][0][1] - groups[-1][0][0]):

@@ -1,8 +1,7 @@
-"""The teacher's k most probable tokens: a divergence of the policy from them, and its gradient at the logits.
+"""The policy's divergence from a teacher's k most probable tokens, and its gradient at the logits (docs/teachers.md).
 
-With p the policy's probabilities of the k tokens, q the teacher's, and t all other tokens as one: D = sum p log(p/q) +
-p_t log(p_t/q_t), the reverse KL over k + 1 outcomes. Distilling by the reverse KL on the policy's own samples is
-MiniLLM (arXiv:2306.08543); one outcome for all other tokens is as in verl's `forward_kl_topk_tail`.
+With p of the policy, q of the teacher and t all other tokens as one: D = sum p log(p/q) + p_t log(p_t/q_t), the reverse
+KL over k + 1 outcomes (MiniLLM, arXiv:2306.08543).
 """
 
 from dataclasses import dataclass
@@ -11,12 +10,12 @@ from typing import NamedTuple
 from torch import Tensor, cat, where
 
 LEAST_TAIL = 1e-6
-"""Least p_t and q_t inside the logarithms, since 1 - sum is rounded in float32."""
+"""Least p_t and q_t in logarithms: 1 - sum is rounded."""
 
 
 @dataclass(frozen=True)
 class TopTokens:
-    """What teachers gave for some tokens. No tuple: FSDP would cast its tensors to `model.dtype`.
+    """What teachers gave. No tuple: FSDP would cast its tensors to `model.dtype`.
 
     Example: one token, k = 2: `ids` [[7, 3]], `logprobs` [[-0.1, -2.5]], `weights` [0.01].
     """
@@ -24,7 +23,7 @@ class TopTokens:
     ids: Tensor
     logprobs: Tensor
     weights: Tensor
-    """The divergence is multiplied by it; 0: the token has no teacher."""
+    """Factor of the divergence; 0 without a teacher."""
 
     def select(self, tokens: slice) -> "TopTokens":
         return TopTokens(self.ids[tokens], self.logprobs[tokens], self.weights[tokens])
@@ -37,11 +36,11 @@ class Divergence(NamedTuple):
     inside: Tensor
     """[tokens, k]: p (log(p/q) - D), the gradient at the k tokens' logits."""
     outside: Tensor
-    """[tokens]: log(p_t/q_t) - D; times its probability, the gradient at any other token's logit."""
+    """[tokens]: log(p_t/q_t) - D; times its probability, the gradient at another token's logit."""
 
 
 def divergence(teacher: Tensor, policy: Tensor) -> Divergence:
-    """D of the log-probabilities of the same tokens, [tokens, k] each."""
+    """D of log-probabilities, [tokens, k] each."""
     p, ratios = policy.exp(), policy - teacher
     rest, own = ((1 - each.exp().sum(-1)).clamp(min=0) for each in (teacher, policy))
     of_tail = own.clamp(min=LEAST_TAIL).log() - rest.clamp(min=LEAST_TAIL).log()
@@ -71,7 +70,7 @@ def top_gradient(
     grads: tuple[Tensor, Tensor | None],
     entropy: Tensor,
 ) -> TopGradient:
-    """The gradient of weights x D and of the loss of the sampled token together."""
+    """The joint gradient of weighted D and of the sampled token's loss."""
     (ids, own), (slope, of_entropy), weights = target, grads, top.weights.to(policy.dtype)
     hits = top.ids == ids[:, None]
     outside = weights * found.outside

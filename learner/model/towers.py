@@ -1,4 +1,4 @@
-"""The towers that turn patches of images into features, by architecture."""
+"""The towers that turn patches of images into features."""
 
 from dataclasses import dataclass, field
 from types import MethodType
@@ -14,7 +14,7 @@ from learner.model.idle_parts import sees
 
 
 class ImageBlocks(NamedTuple):
-    """Images whose tokens see each other, and what is before them in their document.
+    """Images whose tokens see each other, and what precedes them.
 
     Example: an image of 4 from the second token of a document that begins at 2: `places` [3, 4, 5, 6] and `keys` [2, 3,
     4, 5, 6] int64, `starts` [0, 4] and `key_starts` [0, 5] int32.
@@ -30,10 +30,10 @@ class ImageBlocks(NamedTuple):
 
 @dataclass(frozen=True)
 class PackedImages:
-    """The images of a microbatch, each distinct one once."""
+    """A microbatch's distinct images."""
 
     pixels: Tensor
-    """uint8 [patches, 3, patch²]: colours; patches of a token side by side."""
+    """uint8 [patches, 3, patch²]: colours; a token's patches are adjacent."""
     normaliser: Tensor
     """float32 [2, 3, 1]: mean and standard deviation, from 0 to 255."""
     grid: Tensor
@@ -57,8 +57,6 @@ class PackedImages:
 
 
 class TowerParts(NamedTuple):
-    """The parts of a model that see images."""
-
     tower: Any
     blocks: list[nn.Module]
     projectors: list[nn.Module]
@@ -73,7 +71,7 @@ class TowerParts(NamedTuple):
 
 
 def tower_parts(model: PreTrainedModel) -> TowerParts | None:
-    """The parts that see images; None for a model whose images are not trained."""
+    """The parts that see images; None where images are not trained."""
     if not sees(model.config):
         return None
     config: Any = model.config
@@ -89,7 +87,7 @@ def tower_parts(model: PreTrainedModel) -> TowerParts | None:
 
 
 class GridTower:
-    """The tower of a Qwen model, called for images of any size at once."""
+    """A Qwen model's tower, for images of any size at once."""
 
     def __init__(self, parts: TowerParts, decoder: Any, config: Any, attention: str) -> None:
         tower = self.tower = parts.tower
@@ -100,7 +98,7 @@ class GridTower:
             decoder._deepstack_process = _add_at_places
 
     def features(self, images: PackedImages) -> list[Tensor]:
-        """Features of each token [tokens, width], then deeper ones."""
+        """Features [tokens, width], then deeper ones."""
         patches = _normalised(images, self.frames)
         found = self.tower(patches, grid_thw=images.grid, return_dict=True, **images.layout)
         return [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
@@ -136,10 +134,9 @@ class GridTower:
 
 
 class PooledTower:
-    """The tower of Gemma 3 and its projector, for images of one size.
+    """Gemma 3's tower and projector, for images of one size.
 
-    Patches come token by token: order changes only their positions, and a token's features are the mean of successive
-    patches.
+    Patches come token by token: a token's features are the mean of successive patches.
     """
 
     def __init__(self, parts: TowerParts, config: Any, attention: str) -> None:
@@ -186,7 +183,7 @@ def _embed_patches(self: Any, patches: Tensor) -> Tensor:
 
 
 def _embedded(convolution: Any, patches: Tensor) -> Tensor:
-    """Patches do not overlap, and as a convolution this is slow since torch 2.9."""
+    """As a convolution this is slow since torch 2.9; patches do not overlap."""
     weight: Tensor = convolution.weight
     embedded: Tensor = linear(patches.to(weight.dtype), weight.flatten(1), convolution.bias)
     return embedded

@@ -1,7 +1,4 @@
-"""Whole weights from the shards of the ranks that share a copy of the model, many with one all-gather.
-
-`DTensor.full_tensor` gathers weights singly, at a price for each.
-"""
+"""Gathers whole weights, many at once: `DTensor.full_tensor` takes a price for each."""
 
 from collections.abc import Iterable, Iterator
 
@@ -17,10 +14,10 @@ GATHER_BYTES = 512 << 20
 
 
 def unshard(weights: Iterable[Factor], device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield name and whole weight, scaled and then rounded to `dtype`; in order. Weights are sharded by rows.
+    """Yield names and whole weights, scaled, then rounded to `dtype`; in order.
 
-    A collective: all ranks must iterate to the end, and on a GPU must not change the current stream. The tensors may
-    share memory: copy them, or only read them.
+    A collective: all ranks must iterate to the end, and on a GPU keep the current stream. Tensors may share memory:
+    only read them.
     """
     together: list[Factor] = []
     gathered = 0
@@ -36,7 +33,7 @@ def unshard(weights: Iterable[Factor], device: torch.device, dtype: torch.dtype)
 
 
 def _gather(weights: list[Factor], device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Each of n ranks holds ceil(rows / n) rows, the last ranks fewer or none: they are padded."""
+    """Each of n ranks holds ceil(rows / n) rows, the last ranks fewer: they are padded."""
     shards_of = [_sharded(weight.parameter) for weight in weights]
     mesh, placements = shards_of[0].device_mesh, shards_of[0].placements
     shapes = [shard.shape for shard in shards_of]
@@ -63,7 +60,7 @@ def is_sharded(parameter: Tensor) -> bool:
 
 @torch.no_grad()
 def own_rows(parameter: Tensor) -> Tensor:
-    """This rank's rows of `parameter`, or all of it where each rank has all: a view."""
+    """This rank's rows, or all if not sharded: a view."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter.detach()
 
 

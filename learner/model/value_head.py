@@ -1,6 +1,6 @@
-"""The value head: a linear layer from the last hidden states to one number, in place of the output embedding.
+"""The value head: a linear layer to one number in place of the output embedding.
 
-It begins as zeros, so that every value is 0 until the critic has learned.
+It begins as zeros: values are 0 until the critic has learned.
 """
 
 import torch
@@ -11,8 +11,6 @@ from learner.model.loading import VALUE_HEAD
 
 
 class ValueHead(nn.Module):
-    """Example: for hidden states [tokens, 896] one vector [896] gives values [tokens]."""
-
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
         self.register_parameter(VALUE_HEAD, nn.Parameter(torch.empty(hidden_size)))
@@ -24,7 +22,7 @@ class ValueHead(nn.Module):
 
 
 def replace_head(model: PreTrainedModel) -> None:
-    """Make `model`, on the meta device, a critic: it gives up its output embedding for a value head."""
+    """Replace the output embedding of `model`, on meta, by a value head."""
     width = model.get_output_embeddings().weight.shape[1]  # type: ignore[no-untyped-call]
     with torch.device("meta"):
         model.set_output_embeddings(ValueHead(width))  # type: ignore[arg-type]

@@ -1,7 +1,7 @@
-"""A policy that sees: its images go through the tower, and the tower's features to the places that they stand for.
+"""A policy that sees: a tower's features go to their places in the text.
 
-Features go by place, not by token id: a sampled placeholder is text. The tower runs for every microbatch, on a blank
-image if need be: ranks gather its weights together, and every parameter gets a gradient.
+Places, not token ids, decide: a sampled placeholder is text. The tower runs for every microbatch, if need be on a blank
+image: ranks gather its weights together, and every parameter gets a gradient.
 """
 
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ from learner.model.idle_parts import idle_names
 from learner.model.towers import GridTower, PackedImages, PooledTower, tower_parts
 
 PATCHES_PER_TOKEN = 2
-"""A token of an image is 4 patches, so images may fill half of a row. A sample with more gets its own microbatch."""
+"""A token is 4 patches, so images may fill half of a row. A sample with more gets its own microbatch."""
 COLOURS = 3
 Grid = tuple[int, int, int]
 """Patches in time, height and width."""
@@ -27,11 +27,8 @@ Grid = tuple[int, int, int]
 def rope_positions(length: int, images: Iterable[tuple[int, Grid]], merge: int) -> np.ndarray:
     """Rotary positions of a document in time, height and width: [3, length] int64.
 
-    `images`: where each begins, and its grid. What follows an image begins after its longer side. Equal to
-    transformers' `get_rope_index` for still images.
-
-    Example: `rope_positions(7, [(1, (1, 4, 4))], 2)` is [[0, 1, 1, 1, 1, 3, 4], [0, 1, 1, 2, 2, 3, 4], [0, 1, 2, 1, 2,
-    3, 4]].
+    `images`: where each begins, and its grid. What follows an image begins after its longer side, as in transformers'
+    `get_rope_index`.
     """
     out = np.empty((3, length), np.int64)
     end = now = 0
@@ -60,7 +57,7 @@ def freeze(model: PreTrainedModel, parts: Sequence[str]) -> None:
 
 
 class Sight:
-    """Runs the tower of `model`, which it changes where transformers' own code would be slow or wait for the GPU."""
+    """Runs the tower, changed where transformers is slow or waits for the GPU."""
 
     def __init__(self, model: PreTrainedModel, attention: str) -> None:
         parts, config = tower_parts(model), model.config.vision_config
@@ -90,7 +87,7 @@ class Sight:
         return given
 
     def lay_out(self, images: PackedImages) -> PackedImages:
-        """Add to `images`, on the CPU, what the tower would otherwise compute on the GPU."""
+        """Add on the CPU what the tower would compute on the GPU."""
         return replace(images, layout=self.tower.layout(images.grid))
 
     def _make_blank(self, device: torch.device) -> PackedImages:

@@ -1,8 +1,7 @@
-"""The record of a run: `metrics.jsonl`, one flat JSON object per version, written by learner rank 0.
+"""`metrics.jsonl`: one flat JSON object per version, written by learner rank 0.
 
-An evaluation has a record of its own: its `version` is the learner's when it was written, and `eval/version` the one
-that was evaluated. A record of servers and buffer has no `version` but `"kind": "servers"`. A `Metrics` without a path
-writes nothing.
+Evaluations have the learner's `version` when they were written, and `eval/version`. Records of servers have `"kind":
+"servers"` and no `version`.
 """
 
 import json
@@ -30,10 +29,7 @@ REPEATED = 20
 
 
 class Metrics:
-    """`with metrics.span("train")` adds to `time/train_s`; `log` writes the record and starts the next one.
-
-    `peak`: FLOP/s of all the learner's GPUs. `mfu` is over the time in training, `mfu/version` over all time.
-    """
+    """`span("train")` adds to `time/train_s`; `log` writes the record. `peak`: FLOP/s of all GPUs."""
 
     def __init__(
         self,
@@ -60,7 +56,7 @@ class Metrics:
             self._spans[name] = self._spans.get(name, 0.0) + self.clock() - start
 
     def log(self, version: int, stats: Mapping[str, float]) -> None:
-        """Record `version`; `stats` are of the batch that made it."""
+        """Record `version`, made by the batch of `stats`."""
         record = self.record(version, stats)
         if self.path is None:
             return
@@ -88,15 +84,15 @@ class Metrics:
             self._track({"version": self._version} | {key: value for key, value in record.items() if key != "kind"})
 
     def evaluations(self, version: int) -> list[int]:
-        """The versions at which evaluations recorded up to `version` were due."""
+        """Due versions of the evaluations recorded up to `version`."""
         self._version = version
         if self.path is None or not self.path.exists():
             return []
-        found = _read_all(self.path, b'"eval/due"')  # the others, which may be very many, need no parsing here
+        found = _read_all(self.path, b'"eval/due"')  # spares the parsing of all other records
         return [int(record["eval/due"]) for record in found if record.get("version", 0) <= version]
 
     def _write(self, path: Path, version: int, record: Record) -> None:
-        """Append `record`. The first time remove what an earlier process recorded of `version` and later ones."""
+        """The first call removes records of `version` and later ones."""
         with self._writing:
             if not self._opened:
                 self._truncate(path, version)
@@ -160,7 +156,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_all(path: Path, with_text: bytes = b"") -> list[dict[str, Any]]:
-    """All records, or those of lines with a text. A line that a disk has damaged does not end the run."""
+    """A line that a disk has damaged is left out."""
     found = []
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
@@ -183,7 +179,7 @@ def _record(line: bytes) -> dict[str, Any] | None:
 
 
 def peak_memory() -> Record:
-    """In GiB, so far: of this process, and of its GPU."""
+    """Peak memory of this process and its GPU."""
     unit = 1024 if sys.platform == "linux" else 1
     record = {"memory/host_gib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30}
     if torch.cuda.is_available() and torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

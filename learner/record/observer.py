@@ -1,7 +1,5 @@
-"""Records what servers and buffer say of themselves, for `metrics.jsonl` and the trackers.
-
-Asks the buffer over a connection and in a thread of its own on learner rank 0; the learner never waits for it.
-"""
+"""Records the state of servers and buffer, in a thread of learner rank 0 over a connection of its own. The learner
+never waits for it."""
 
 import asyncio
 import logging
@@ -22,12 +20,12 @@ log = logging.getLogger(__name__)
 MISSED_HEARTBEATS = 5
 MOST_SERVERS = 64
 EXTREMES = ("kv_usage", "stall_s", "scoring_s", "task_s", "teacher_s")
-"""Figures of which the largest counts, not the sum."""
+"""Figures of which the largest counts."""
 NOT_SUMMED = "limit_"
 
 
 class Observer:
-    """Context manager around the learner's loop. `learner_gpus`: of all ranks."""
+    """Context manager around the learner's loop."""
 
     def __init__(
         self,
@@ -53,7 +51,7 @@ class Observer:
     def _serve(self) -> None:
         try:
             self._loop.run_until_complete(unless(self._over, self._record()))
-        except RefusedError as error:  # a buffer of another release: the run goes on without
+        except RefusedError as error:  # a buffer of another release
             log.warning("no more records of servers and buffer: %s", error)
 
     async def _record(self) -> None:
@@ -63,7 +61,7 @@ class Observer:
                 state = await connection.expect(Status(), State)
                 try:
                     self.log_record(servers_record(state, time.time(), config, self.learner_gpus))
-                except OSError as error:  # a disk that is full for a moment
+                except OSError as error:  # a full disk
                     if not has_failed:
                         log.warning("records of servers and buffer are lost as long as this lasts: %s", error)
                     has_failed = True

@@ -1,7 +1,6 @@
-"""Experiment trackers that get the records of `metrics.py`: TensorBoard, Weights & Biases, SwanLab.
+"""Experiment trackers, each in its own thread on learner rank 0.
 
-Each runs in its own thread on learner rank 0. One that is missing, fails or hangs costs a warning, never the run. The
-learner ends without the interpreter's exit hooks, so `close` sends the rest.
+One that fails or hangs costs a warning, never the run. The learner ends without exit hooks: `close` sends the rest.
 """
 
 import json
@@ -19,7 +18,7 @@ LAST_S = 10.0
 
 
 class Tracker:
-    """`tracker(record)` returns at once; `close` waits for at most LAST_S."""
+    """`tracker(record)` returns at once; `close` waits up to LAST_S."""
 
     def __init__(self, name: str, folder: Path, run: str, config: Mapping[str, Any]) -> None:
         self.name = name
@@ -66,8 +65,7 @@ def tensorboard(folder: Path, run: str, config: Mapping[str, Any]) -> Iterator[C
 
 @contextmanager
 def wandb(folder: Path, run: str, config: Mapping[str, Any]) -> Iterator[Callable[[Record], None]]:
-    """Weights & Biases; its environment variables apply. Where the service cannot be reached or has no key, the records
-    are kept in `folder`."""
+    """Weights & Biases; offline or without a key, records stay in `folder`."""
     import wandb as service
 
     options = {"project": "headrace", "name": run, "id": run, "dir": str(folder), "config": dict(config)}

@@ -1,4 +1,4 @@
-"""An adapter as the folder that peft and vLLM load, with peft's names for its layers."""
+"""An adapter as the folder that peft and vLLM load."""
 
 import json
 from collections.abc import Mapping
@@ -16,13 +16,13 @@ WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
 
 def write(weights: Mapping[str, Tensor], model: ModelConfig, folder: Path) -> None:
-    """Write the adapter `weights`, named as on the wire and not scaled, into `folder`."""
+    """Write `weights`, named as on the wire and not scaled."""
     lora = model.lora
     assert lora is not None
     folder.mkdir(parents=True)
     save_file({f"{PREFIX}{name}": x for name, x in weights.items()}, folder / WEIGHTS, metadata={"format": "pt"})
     layers = [name.removesuffix(LORA_A) for name in weights if name.endswith(LORA_A)]
-    if not any(".language_model." in layer for layer in layers):  # else a tower's layers have the same last words
+    if not any(".language_model." in layer for layer in layers):  # else a tower's layers end alike
         layers = sorted({layer.rpartition(".")[2] for layer in layers})
     config = {
         "peft_type": "LORA",

@@ -1,6 +1,6 @@
-"""`python -m learner digest CHECKPOINT MODEL`: prints the digest of MODEL as the base of CHECKPOINT's adapter.
+"""`python -m learner digest CHECKPOINT MODEL`: prints MODEL's digest, to compare with the base of CHECKPOINT's adapter.
 
-`python -m rollout evaluate` runs it as a process, because rollout does not import this package. Exit 2: bad input.
+Exit 2: bad input.
 """
 
 import sys
@@ -19,7 +19,7 @@ PROG = "python -m learner digest"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line `argv`; returns the exit code."""
+    """Run the command; returns the exit code."""
     try:
         if len(argv) != 2:
             raise ValueError("takes CHECKPOINT and MODEL, two folders")

@@ -1,4 +1,4 @@
-"""The policy as a Hugging Face folder that `vllm serve` loads: the initial model's files with new weights."""
+"""The policy as a Hugging Face folder: the initial model's files with new weights."""
 
 import json
 import shutil
@@ -24,7 +24,7 @@ WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.in
 
 
 def collect(policy: Policy) -> dict[str, Tensor]:
-    """The whole weights, or the adapter's, by name in host memory on rank 0; empty on other ranks. A collective."""
+    """Gather whole weights, or the adapter's, in rank 0's host memory. A collective."""
     if replica(policy.mesh) > 0:
         return {}
     keep = dist.get_rank() == 0
@@ -35,7 +35,7 @@ def collect(policy: Policy) -> dict[str, Tensor]:
 
 
 def in_files(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """A weight as the files of the models in PROVEN have it: experts one by one."""
+    """A weight as in PROVEN models' files: experts one by one."""
     layer, _, kind = name.rpartition(".experts.")
     if kind not in FUSED or not layer:
         yield name, weight
@@ -46,14 +46,14 @@ def in_files(name: str, weight: Tensor) -> Iterator[tuple[str, Tensor]]:
 
 
 def write(weights: dict[str, Tensor], model: ModelConfig, folder: Path) -> None:
-    """Write `weights`, and the initial model's other files, into `folder`."""
+    """Write `weights` beside the initial model's other files."""
     folder.mkdir(parents=True)
     source = Path(model.path)
     if source.is_dir():
         for path in source.iterdir():
             if path.is_file() and not path.name.endswith(WEIGHT_FILES):
-                shutil.copyfile(path, folder / path.name)  # without the mode of the original, which may be read-only
-    else:  # a name on the hub, which transformers has in its cache
+                shutil.copyfile(path, folder / path.name)  # without its mode, which may be read-only
+    else:  # a name on the hub
         known = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
         known.save_pretrained(folder)
         AutoTokenizer.from_pretrained(model.path, trust_remote_code=model.trust_remote_code).save_pretrained(folder)

@@ -1,5 +1,4 @@
-"""What makes a folder a checkpoint: a manifest of all its files with sizes and checksums, written last. Which ones a
-run keeps."""
+"""The manifest that completes a checkpoint: its files with sizes and checksums."""
 
 import json
 import os
@@ -24,7 +23,7 @@ from configs.schema import LearnerConfig, ModelConfig
 from configs.variables import open_private
 
 SUM_NOTE = ".crc32c-note"
-"""Suffix of the file in which a rank notes its shard's CRC32C."""
+"""Suffix of the file with a shard's CRC32C."""
 
 
 class AdapterOf(BaseModel):
@@ -60,7 +59,7 @@ def versions_to_keep(rewards: Mapping[int, float | None], config: LearnerConfig)
 
 
 def reward_of(checkpoint: Path) -> float | None:
-    """The mean reward that a checkpoint was saved with."""
+    """The mean reward of a checkpoint's batch."""
     manifest = manifest_of(checkpoint)
     if "files" not in manifest and (checkpoint / "figures.json").exists():  # written by an earlier release
         manifest = json.loads((checkpoint / "figures.json").read_text())
@@ -69,8 +68,7 @@ def reward_of(checkpoint: Path) -> float | None:
 
 
 def adapter_of(checkpoint: Path) -> AdapterOf | None:
-    """What the adapter in a complete checkpoint was trained beside; None: it has whole weights. Raises OSError or
-    ValueError."""
+    """What the adapter was trained beside; None: whole weights. Raises OSError or ValueError."""
     try:
         found = manifest_of(checkpoint).get("adapter")
         return AdapterOf.model_validate(found) if found else None
@@ -83,7 +81,7 @@ def adapter_of(checkpoint: Path) -> AdapterOf | None:
 
 
 def position_of(checkpoint: Path) -> DataPosition | None:
-    """How far the demonstrations were read, if any were."""
+    """How far demonstrations were read, if any."""
     found = manifest_of(checkpoint).get("position")
     return DataPosition.model_validate(found) if found else None
 
@@ -94,7 +92,7 @@ def seal(
     adapter: AdapterOf | None = None,
     position: DataPosition | None = None,
 ) -> None:
-    """Give `v000100.tmp` its manifest and its name: from now on it is a checkpoint, even after a power cut."""
+    """Give `v000100.tmp` its manifest and name, safe from a power cut."""
     sums = _sums_of_shards(partial)
     files = sorted(path for path in partial.rglob("*") if path.is_file() and path.name != MANIFEST)
     names = {str(path.relative_to(partial)): path for path in files}
@@ -105,13 +103,13 @@ def seal(
         "files": {name: path.stat().st_size for name, path in names.items()},
         SUMS: {name: sums[name] if name in sums else crc32c_of(path) for name, path in names.items()},
     }
-    manifest = json.loads(json.dumps(manifest))  # as whoever reads it will see it
+    manifest = json.loads(json.dumps(manifest))  # as a reader will see it
     with open(partial / MANIFEST, "w", encoding="utf-8", opener=open_private) as file:
         json.dump(manifest | {OWN_SUM: sum_of(manifest)}, file, indent=1)
     for path in [*files, partial / MANIFEST]:
         _fsync(path)
     final, old = partial.with_suffix(""), partial.with_suffix(REPLACED)
-    if final.exists():  # incomplete, or without the export it now gets
+    if final.exists():  # incomplete, or without its export
         final.rename(old)
     partial.rename(final)
     _fsync(final.parent)
@@ -128,7 +126,7 @@ def _sums_of_shards(partial: Path) -> dict[str, int]:
 
 
 def recover(folder: Path) -> None:
-    """Finish what a kill in the middle of `seal` left, and remove unfinished checkpoints."""
+    """Finish an interrupted `seal`, and remove unfinished checkpoints."""
     for old in folder.glob(f"v*{REPLACED}"):
         final, partial = old.with_suffix(""), old.with_suffix(".tmp")
         if not final.exists() and fault(partial) is None:
@@ -142,7 +140,7 @@ def recover(folder: Path) -> None:
 
 
 def set_aside(checkpoint: Path) -> Path:
-    """Rename a damaged checkpoint, so that it is none any more."""
+    """Rename a damaged checkpoint."""
     aside = checkpoint.with_suffix(DAMAGED)
     shutil.rmtree(aside, ignore_errors=True)
     return checkpoint.rename(aside)
@@ -157,6 +155,6 @@ def _fsync(path: Path) -> None:
 
 
 def discard(checkpoint: Path) -> None:
-    """Remove a checkpoint, the manifest first, so that it never seems complete."""
+    """Remove a checkpoint, its manifest first: it never seems complete."""
     (checkpoint / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(checkpoint)

@@ -1,6 +1,7 @@
-"""`python -m learner merge CHECKPOINT OUT`: whole weights, as a Hugging Face folder, of a checkpoint with an adapter.
+"""`python -m learner merge CHECKPOINT OUT`: writes the whole weights of a checkpoint with an adapter as a Hugging Face
+folder.
 
-Computes on the CPU, in float32, and rounds once, to `model.dtype`. Exit 2: bad input.
+Computes in float32 and rounds once. Exit 2: bad input.
 """
 
 import sys
@@ -24,7 +25,7 @@ PROG = "python -m learner merge"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line `argv`; returns the exit code."""
+    """Run the command; returns the exit code."""
     description = "Write the whole weights of a checkpoint with an adapter."
     parser = CommandParser(PROG, description=description)
     parser.add_argument("checkpoint", type=Path, help="as runs/NAME/checkpoints/v000100")
@@ -40,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def merge(checkpoint: Path, out: Path) -> None:
-    """Write the whole model into the folder `out`. Raises ValueError or OSError."""
+    """Write the whole model into `out`. Raises ValueError or OSError."""
     if out.exists():
         raise ValueError(f"{out}: exists already; name a folder that does not")
     if why := fault(checkpoint):
@@ -58,7 +59,7 @@ def merge(checkpoint: Path, out: Path) -> None:
 
 
 def add(model: PreTrainedModel, adapter: dict[str, Tensor], scale: float) -> None:
-    """Add `adapter` to the layers of `model`, rounded once to their dtype."""
+    """Add `adapter` to the layers of `model`."""
     for name in adapter:
         if name.endswith(LORA_A):
             layer = name.removesuffix(LORA_A)

@@ -1,7 +1,5 @@
-"""Which ranks write checkpoints, and what all ranks agree on of the files. Each method is a collective.
-
-All ranks write, or, with `learner.checkpoint_on: first_node`, the first replica alone.
-"""
+"""The ranks that write checkpoints: all, or the first replica (`checkpoint_on: first_node`). Each method is a
+collective."""
 
 import logging
 import time
@@ -23,17 +21,17 @@ SEEN_S = 5.0
 
 
 class SavingRanks:
-    """The ranks of checkpoints in `folder`. `shards`: ranks that share one copy of the model."""
+    """The ranks of checkpoints in `folder`."""
 
     def __init__(self, folder: Path, shards: int, first_node: bool) -> None:
         self.folder, self.shards = folder, shards
         self.by_first = first_node and shards < dist.get_world_size()
         self.writes = dist.get_rank() < shards or not self.by_first
-        self.group = dist.new_group(backend="gloo")  # the writing threads must not use training's collectives
+        self.group = dist.new_group(backend="gloo")  # writing threads must not use training's collectives
         self.writers = dist.new_group(list(range(shards)), backend="gloo") if self.by_first else self.group
 
     def check_folder(self) -> None:
-        """Raise ConfigError unless all ranks see what rank 0 writes into the folder, or need not."""
+        """Raise ConfigError unless all ranks see rank 0's files, if they must."""
         if self.by_first or dist.get_world_size() == 1:
             return
         rank, marker = dist.get_rank(), self.folder / f"{MARKER}{broadcast_from_rank0(time.time_ns())}"
@@ -52,14 +50,14 @@ class SavingRanks:
             raise ConfigError([f"learner.checkpoint_on: {problem}; {remedy}"])
 
     def require(self, problem: Callable[[], str | None]) -> None:
-        """Raise ConfigError, on every rank, if rank 0, which alone calls `problem`, finds one."""
+        """Raise ConfigError on every rank if `problem`, called on rank 0, finds one."""
         judged = [problem() if dist.get_rank() == 0 else None]
         dist.broadcast_object_list(judged, src=0, group=self.group)
         if judged[0]:
             raise ConfigError([judged[0]])
 
     def newest_sound(self) -> int:
-        """Version of the newest complete and undamaged checkpoint, 0 if there is none. Sets damaged ones aside."""
+        """The newest undamaged version, or 0. Sets damaged checkpoints aside."""
         if dist.get_rank() == 0 and self.folder.is_dir():
             recover(self.folder)
         while version := self._newest():

@@ -1,8 +1,7 @@
-"""Writes and reads a checkpoint's shards by torch.distributed.checkpoint, with checksums and without running code.
+"""Writes and reads a checkpoint's shards with checksums.
 
-`Writer` notes the CRC32C of a shard as it writes it: nobody has to read a shard again. torch unpickles `.metadata` and
-whatever in a state is no tensor: a file made for it could run any program. `Reader` and `Planner` take only what torch
-writes for a learner's state.
+torch would unpickle files that could run any program; `Reader` and `Planner` take only what torch writes for a
+learner's state.
 """
 
 import io
@@ -48,7 +47,7 @@ UNREADABLE = (
 
 
 class SummedStream:
-    """A file that is written from beginning to end, and its CRC32C."""
+    """A stream and its CRC32C."""
 
     def __init__(self, stream: io.IOBase) -> None:
         self._stream, self.crc = stream, 0
@@ -64,7 +63,7 @@ class SummedStream:
 
 
 class SummedFiles(FileSystem):
-    """The file system, with a note of its CRC32C beside each shard that was written."""
+    """Notes the CRC32C of each shard beside it."""
 
     @contextmanager
     def create_stream(self, path: Any, mode: str) -> Iterator[io.IOBase]:
@@ -78,7 +77,7 @@ class SummedFiles(FileSystem):
 
 
 class Writer(_FileSystemWriter):
-    """torch's writer; not its public subclass, which copies the state in another way than `async_save`."""
+    """torch's writer, whose public subclass copies the state otherwise than `async_save`."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -86,7 +85,7 @@ class Writer(_FileSystemWriter):
 
 
 class Uncopied(AsyncStager):
-    """Has the writer read a state where it lies: it is too large to copy, and nobody changes it meanwhile."""
+    """The state is too large to copy, and nobody changes it."""
 
     _synchronize_after_execute = False
 
@@ -99,11 +98,11 @@ class Uncopied(AsyncStager):
 
 
 class RefusedClass(pickle.UnpicklingError):
-    """A file refers to what no checkpoint of a learner has."""
+    """A file refers to what no checkpoint has."""
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Loads objects of CLASSES and plain values. Raises RefusedClass for all else."""
+    """Loads objects of CLASSES and plain values. Raises RefusedClass."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in CLASSES:
@@ -116,7 +115,7 @@ class PlainUnpickler(pickle.Unpickler):
 
 
 def _member(kind: Any, name: str) -> Any:
-    """Python 3.11 writes an Enum's member as a call of `getattr`."""
+    """Python 3.11 pickles an Enum's member as a `getattr` call."""
     if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
         return kind.__members__[name]
     raise RefusedClass(f"builtins.getattr of {name}")
@@ -138,7 +137,7 @@ class Planner(DefaultLoadPlanner):
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         try:
             torch.load(value, weights_only=True)
-        except pickle.UnpicklingError as error:  # torch's text is long, and names it in the middle
+        except pickle.UnpicklingError as error:  # torch's text is long
             named = re.search(r"GLOBAL ([\w.]+)", str(error))
             raise RefusedClass(named[1] if named else "something that torch does not name") from None
         value.seek(0)
@@ -155,7 +154,7 @@ def read_index(folder: Path) -> Metadata:
 
 
 def refusal(folder: Path) -> str | None:
-    """Why the index of the shards in `folder` is refused, if it is."""
+    """Why the index is refused, if so."""
     try:
         read_index(folder)
     except RefusedClass as error:
@@ -166,13 +165,13 @@ def refusal(folder: Path) -> str | None:
 
 
 def refused_value(folder: Path, error: CheckpointException) -> str | None:
-    """Why a shard was refused, if that ended the loading."""
+    """Why a shard was refused, if so."""
     found = next((one for one, _ in error.failures.values() if isinstance(one, RefusedClass)), None)
     return _refused(folder, found) if found else None
 
 
 def of_another_model(folder: Path, error: CheckpointException) -> str | None:
-    """Why the shards do not fit the model, if that ended the loading."""
+    """Why the shards do not fit the model, if so."""
     for one, _ in error.failures.values():
         if found := UNFIT.search(str(one)):
             lacks = f"has no {found[1]}" if found[1] else f"holds {found[2]} in another shape"

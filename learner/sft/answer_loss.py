@@ -1,7 +1,4 @@
-"""Supervised fine-tuning's step and its held-out loss: the mean of -log p over the batch's trained tokens.
-
-Each method is a collective.
-"""
+"""Fine-tuning's step and held-out loss: the mean of -log p over trained tokens. Methods are collectives."""
 
 import time
 from collections.abc import Mapping
@@ -23,14 +20,14 @@ MEASURED_AT_ONCE = 1024
 
 
 class AnswerSteps:
-    """`rows` of `data` in each batch, in microbatches of `budget` tokens."""
+    """`rows` of `data` a batch, in microbatches of `budget` tokens."""
 
     def __init__(self, data: Demonstrations, optimizer: Optimizer, budget: int, rows: int) -> None:
         self.data, self.optimizer, self.budget, self.rows = data, optimizer, budget, rows
         self.skipped = SkippedSteps()
 
     def step(self, policy: Policy, version: int) -> dict[str, float]:
-        """Train on batch `version`. Raises StepsSkipped if too many steps changed nothing."""
+        """Train on batch `version`. Raises StepsSkipped."""
         self.skipped.check()
         began = time.perf_counter()
         position = version * self.rows
@@ -60,7 +57,7 @@ class AnswerSteps:
         }  # fmt: skip
 
     def _backward(self, policy: Policy, placed: list, trained: int) -> tuple[Tensor, Tensor | None]:
-        """The sum of -log p over all ranks, [] float64, and what this rank's routers did."""
+        """-log p over all ranks, [] float64, and this rank's tally."""
 
         def chunk_loss(logprobs: Tensor, entropy: Tensor, chunk: slice) -> Tensor:
             return -logprobs.sum() / trained
@@ -70,7 +67,7 @@ class AnswerSteps:
             for microbatch in placed:
                 policy.gathering.reduce_after_next(last=microbatch is placed[-1])
                 logprobs, _, loss = policy(microbatch, loss=chunk_loss)
-                (loss * dist.get_world_size()).backward()  # FSDP averages over ranks, but the loss is a sum
+                (loss * dist.get_world_size()).backward()  # FSDP averages, but the loss is a sum
                 total -= logprobs.double().sum()
                 if policy.mixture is not None:
                     tally = policy.mixture.tally.double() + (0 if tally is None else tally)
@@ -85,7 +82,7 @@ def _loads(policy: Policy, tally: Tensor | None) -> dict[str, float]:
 
 
 class HeldOut:
-    """The loss on `sets` at version 0, every `every` versions and at version `versions`."""
+    """The loss on `sets`, every `every` versions and at both ends."""
 
     def __init__(self, sets: Mapping[str, Demonstrations], every: int | None, versions: int, budget: int) -> None:
         self.sets, self.every, self.versions, self.budget = sets, every, versions, budget

@@ -1,7 +1,5 @@
-"""From a row with a demonstration to tokens, and which of them are trained: what a server would have sampled.
-
-An answer is encoded apart from what is before it, and ends with the token at which a server would stop.
-"""
+"""Turns a row into tokens, and marks those that a server would have sampled: an answer, encoded apart, and the token at
+which it would stop."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +19,7 @@ if TYPE_CHECKING:
 Chat = list[dict[str, Any]]
 FLAG = "train"
 FOREIGN = {"weight": "write it as train: true or train: false", "training": "write it as train"}
-"""Keys of other tools in place of `train`, and the remedy."""
+"""Other tools' keys for `train`, and the remedy."""
 UNREAD = {
     "videos": "only text is trained",
     "tools": "write them into the system message, as the chat template would",
@@ -29,7 +27,7 @@ UNREAD = {
 
 
 class TrainedText(NamedTuple):
-    """A text, and which of its tokens are trained."""
+    """A text and its trained tokens."""
 
     tokens: np.ndarray
     """int32 [tokens]"""
@@ -39,12 +37,12 @@ class TrainedText(NamedTuple):
 
 @dataclass
 class Draft:
-    """A text in the making, as long as the template leaves what is before an answer as it was."""
+    """A text in the making, until the template rewrites its beginning."""
 
     text: str = ""
     pieces: list[tuple[list[int], bool]] = field(default_factory=list)
     closed: bool = False
-    """The last answer ends with a token that the template did not write: nothing can follow."""
+    """The template did not write its last token: nothing can follow."""
 
     def finish(self) -> TrainedText:
         tokens = np.array([token for ids, _ in self.pieces for token in ids], np.int32)
@@ -63,7 +61,7 @@ def reader_of(config: Config, section: str = "sft") -> "AnswerReader":
 
 
 class AnswerReader:
-    """The run's templates. Raises ConfigError for an unusable template or tokenizer."""
+    """Renders rows by the run's templates. Raises ConfigError."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", config: Config, section: str = "sft") -> None:
         self.tokenizer, self.turns, self.formats = tokenizer, config.sft.turns, config.data.format_prompt is not None
@@ -80,7 +78,7 @@ class AnswerReader:
         self.prompts.close()
 
     def texts(self, row: Mapping[str, Any]) -> list[TrainedText]:
-        """One text, or more where the template rewrites earlier turns once others follow. Raises PromptError."""
+        """One text, or more if the template rewrites earlier turns. Raises PromptError."""
         for name, remedy in UNREAD.items():
             if row.get(name):
                 raise PromptError(f"the row has {name}, which supervised fine-tuning does not read; {remedy}")
@@ -112,7 +110,7 @@ class AnswerReader:
         flags: list[bool | None] = [_flag(number, message) for number, message in enumerate(given)]
         bare = [{k: v for k, v in one.items() if k != FLAG} if isinstance(one, Mapping) else one for one in given]
         chat = self.prompts.messages({"prompt": bare})
-        added: list[bool | None] = [None] * (len(chat) - len(flags))  # a system prompt of the run file comes first
+        added: list[bool | None] = [None] * (len(chat) - len(flags))  # a system prompt of the run file
         return chat, self._chosen(chat, [*added, *flags])
 
     def _chosen(self, chat: Chat, flags: Sequence[bool | None]) -> list[int]:
@@ -175,7 +173,6 @@ class AnswerReader:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _require_joined(self, draft: Draft) -> None:
-        """Raise PromptError for a tokenizer that writes pieces of a text in another way."""
         tokens = [token for ids, _ in draft.pieces for token in ids]
         tokens = tokens[:-1] if draft.closed else tokens
         pieces, together = map(self.tokenizer.convert_ids_to_tokens, (tokens, self._encoded(draft.text)))

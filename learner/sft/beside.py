@@ -1,8 +1,5 @@
-"""Demonstrations that are trained beside each batch of reinforcement learning, with `weight` times their mean -log p.
-
-A version's number alone decides which ones, so a crash or another number of ranks draws the same, and the ledger need
-not know of them.
-"""
+"""Demonstrations trained beside each batch, with `weight` times their mean -log p. The version alone decides which, so
+a restart draws the same."""
 
 from collections.abc import Sequence
 
@@ -39,7 +36,7 @@ class Beside:
 
 
 class Drawn:
-    """The demonstrations of one batch, on all ranks."""
+    """The demonstrations of one batch."""
 
     def __init__(
         self, policy: Policy, texts: Sequence[TrainedText], weight: float, budget: int, rows: int, epoch: float
@@ -49,7 +46,7 @@ class Drawn:
         packed = microbatches(texts, dist.get_rank(), dist.get_world_size(), budget, policy.costs.quadratic)
         self.microbatches = [policy.place(microbatch) for microbatch in packed]
         self.total = torch.zeros((), dtype=torch.float64, device=policy.device)
-        """-log p of this rank so far: [] float64."""
+        """This rank's -log p so far: [] float64."""
 
     def backward_of(self, policy: Policy, microbatch: Microbatch) -> None:
         scale = self._weight / self._trained
@@ -58,7 +55,7 @@ class Drawn:
             return -logprobs.sum() * scale
 
         logprobs, _, loss = policy(microbatch, loss=chunk_loss)
-        (loss * dist.get_world_size()).backward()  # FSDP averages over ranks, but the loss is a sum
+        (loss * dist.get_world_size()).backward()  # FSDP averages, but the loss is a sum
         self.total -= logprobs.double().sum()
 
     def metrics(self, total: float) -> dict[str, float]:
@@ -78,7 +75,7 @@ class Drawn:
 
 
 def read_beside(config: Config, budget: int) -> Beside | None:
-    """None without `data.demonstrations`. Raises ConfigError if a row cannot be trained. A collective."""
+    """None without `data.demonstrations`. Raises ConfigError. A collective."""
     given = config.data.demonstrations
     if given is None:
         return None

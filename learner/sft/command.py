@@ -1,7 +1,7 @@
-"""`python -m learner sft CONFIG`: supervised fine-tuning on the demonstrations of `data.train`, to `run.versions`.
+"""`python -m learner sft CONFIG`: fine-tunes on the demonstrations of `data.train`.
 
-Goes on from the last checkpoint. Signals and exit codes are those of `python -m learner`; exit 4: the last checkpoint
-could not be written, or the steps no longer change anything.
+Signals and exit codes are those of `python -m learner`; exit 4: the last checkpoint could not be written, or steps
+change nothing.
 """
 
 import os
@@ -51,7 +51,7 @@ PROG = "python -m learner sft"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Run the command line `argv`, without the word `sft`; returns the exit code."""
+    """Run the command; returns the exit code. `argv` lacks the word `sft`."""
     config = read(argv, PROG, lambda config: check_sft(config, rows=count_rows(config.data.train)))
     try:
         os.environ.update(ranks.from_slurm(config.learner, os.environ))
@@ -73,7 +73,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def known(config: Config) -> Config:
-    """`config` with what only the model's own config says. Raises ConfigError for a model that reads images."""
+    """Bound `sft.max_tokens` by the model's positions. Raises ConfigError."""
     model = loading.read_config(config.model)
     if sees(model):
         problem = "reads images, and supervised fine-tuning trains text alone"
@@ -85,14 +85,14 @@ def known(config: Config) -> Config:
 
 
 def check_past(config: Config) -> None:
-    """Raise ConfigError if keys have changed that may not, or another kind of run has the folder."""
+    """Raise ConfigError if the folder's run cannot go on."""
     before = written(config.run.path)
     if before and (before.get("sft.rows") is None or complete(config.run.path / "checkpoints")):
         changes(before, config)
 
 
 def take_folder(path: Path) -> None:
-    """Lock the run's folder: two processes would write the same checkpoints. Raises ConfigError."""
+    """Lock the run's folder. Raises ConfigError."""
     run_folder(path)
     try:
         locked(path / LOCK)
@@ -135,7 +135,7 @@ def tune(given: Config, config: Config, device: torch.device) -> None:
 
 
 def read_all(config: Config) -> tuple[Demonstrations, dict[str, Demonstrations]]:
-    """Trained rows, and held-out sets. Raises ConfigError. A collective."""
+    """Trained rows and held-out sets. Raises ConfigError. A collective."""
     reader = reader_of(config)
     try:
         found = {

@@ -1,7 +1,4 @@
-"""The demonstrations of a run in tokens, all of them on every rank, and their order.
-
-Each rank converts its share before anything is trained, so a row that cannot be trained ends the run at its start.
-"""
+"""The demonstrations of a run in tokens, all on every rank. A bad row ends the run at its start."""
 
 import hashlib
 import logging
@@ -59,7 +56,7 @@ class Demonstrations:
 
     @property
     def digest(self) -> str:
-        """16 hex digits over what is trained, before it is shuffled."""
+        """16 hex digits over what is trained, before shuffling."""
         found = hashlib.sha256()
         for texts in self.rows:
             for text in texts:
@@ -73,7 +70,7 @@ class Demonstrations:
         return schedule.order(len(self.rows), self._seed, epoch, self._shuffle)
 
     def drawn(self, position: int, number: int) -> Texts:
-        """The texts of `number` rows from `position` on, over all epochs."""
+        """The texts of `number` rows from `position` on."""
         found: Texts = []
         for place in range(position, position + number):
             epoch, index = divmod(place, len(self.rows))
@@ -82,7 +79,7 @@ class Demonstrations:
 
 
 def read_demonstrations(config: Config, key: str, source: Source, reader: AnswerReader) -> Demonstrations:
-    """The rows of `source`. Raises ConfigError, on every rank, if one cannot be trained. A collective."""
+    """The rows of `source`. Raises ConfigError on every rank. A collective."""
     try:
         opened = [
             (part.weight, open_source(part, config.data, key, False, None, demonstrations=True))

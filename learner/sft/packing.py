@@ -1,4 +1,4 @@
-"""Texts become the microbatches of this rank, the same number on all ranks."""
+"""This rank's microbatches of texts, as many as on every rank."""
 
 from collections.abc import Sequence
 
@@ -23,7 +23,7 @@ def microbatches(
 
 
 def laid_out(texts: Sequence[TrainedText]) -> Microbatch:
-    """One row of whole texts; of none, a dummy."""
+    """A row of whole texts, or a dummy."""
     if not texts:
         return pack([])
     tokens, trained = [text.tokens for text in texts], [text.trained for text in texts]

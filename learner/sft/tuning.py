@@ -1,4 +1,4 @@
-"""The loop of supervised fine-tuning: train on a batch, measure the held-out loss, keep checkpoints."""
+"""The loop of supervised fine-tuning: train, measure the held-out loss, keep checkpoints."""
 
 from collections.abc import Sequence
 
@@ -30,7 +30,7 @@ def run(
         version += 1
         with metrics.span("evaluate"):
             measured = held_out.measure(policy, version)
-        metrics.log(version, stats)  # before the checkpoint, so that a restored version has its record
+        metrics.log(version, stats)  # before the checkpoint: a restored version must have its record
         metrics.log_evaluations(version, measured)
         with metrics.span("checkpoint"):
             checkpoints.save(policy, version, rating(measured))
@@ -38,6 +38,6 @@ def run(
 
 
 def rating(measured: Sequence[EvaluationResult]) -> float | None:
-    """For `learner.keep_best`: the mean held-out loss, negative."""
+    """For `learner.keep_best`: the negative held-out loss."""
     losses = [figures["loss"] for result in measured for figures in result.figures.values()]
     return -sum(losses) / len(losses) if losses else None

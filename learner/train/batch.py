@@ -1,8 +1,5 @@
-"""A rank's part of a batch becomes microbatches: open, agree, pack (docs/design/learner.md).
-
-`open_part` makes units of the samples of the buffer's `Part`. `agree` is a collective: each rank takes the same number
-of microbatches, so that FSDP's collectives match. `pack_all` lays the units out in rows.
-"""
+"""Makes microbatches of a rank's part of a batch (docs/design/learner.md), the same number on all ranks, so that FSDP's
+collectives match."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -27,16 +24,16 @@ from learner.train.teacher_rows import TeacherTop, pieces_of, teacher_row, top_o
 from learner.train.trees import copies, grow
 
 LEAST_SAVED = 0.03
-"""A prompt is shared where that saves at least this share of its samples' tokens."""
+"""Sharing must save at least this share of the tokens."""
 
 
 @dataclass(frozen=True)
 class Document:
-    """A segment of a sample, which attention sees as a text by itself."""
+    """A segment of a sample: to attention a text by itself."""
 
     row: int
     columns: Sequence[np.ndarray]
-    """`Sample.DTYPES`, and each sampled token's index in `Batch.turns`, -1 of others: [tokens] each."""
+    """`Sample.DTYPES`, and sampled tokens' indices in `Batch.turns`, else -1: [tokens] each."""
     images: Sequence[SeenImage] = ()
     routes: np.ndarray | None = None
     teacher: np.ndarray | None = None
@@ -53,7 +50,7 @@ class Document:
 
 
 class Turns(NamedTuple):
-    """The turns of a rank's samples; a sample without rewards for turns has its reward in the last one."""
+    """A rank's turns. A sample's last turn has its reward, if turns have none."""
 
     rows: np.ndarray
     rewards: np.ndarray
@@ -61,7 +58,7 @@ class Turns(NamedTuple):
 
 @dataclass(frozen=True)
 class Unit:
-    """Documents that share their prompt, which is computed once; or a single one."""
+    """Documents that share their prompt, or a single one."""
 
     documents: Sequence[Document]
     prompt: int
@@ -90,7 +87,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class Tree:
-    """Documents of which each goes on from the one before it (`trees.py`)."""
+    """Documents that each go on from the one before."""
 
     documents: Sequence[Document]
     joined: Sequence[int]
@@ -116,7 +113,7 @@ class Tree:
 
 @dataclass(frozen=True)
 class Batch:
-    """A rank's microbatches, and a row for each sample of the whole batch."""
+    """A rank's microbatches, and a row per sample of the batch."""
 
     version: int
     rows: SampleRows
@@ -148,17 +145,16 @@ class Batch:
         replayed: Experts | None = None,
         key_room: float | None = None,
     ) -> "Batch":
-        """Pack `part` into microbatches of at most `budget` tokens and PATCHES_PER_TOKEN patches for each; a longer
-        document gets its own. A document of n tokens costs n + quadratic * n². `key_room`: tokens of the budget that a
-        copied key takes; None: only prompts are shared. Raises, on all ranks, RuntimeError when their parts are not of
-        one batch, PictureMismatch or RouteMismatch."""
+        """Pack `part` into microbatches of `budget` tokens; a longer document gets its own. Its n tokens cost n +
+        quadratic * n². `key_room`: tokens of the budget per copied key; None shares prompts only. Raises RuntimeError,
+        PictureMismatch or RouteMismatch on all ranks."""
         opened = open_part(part, budget, share_prompts, form, replayed, key_room)
         agreed = agree(opened, budget)
         return pack_all(opened, agreed, budget, quadratic, patch_cost)
 
 
 class Opened(NamedTuple):
-    """A rank's part, decoded: `units`, with what they take of a microbatch's budget."""
+    """A rank's part, decoded. `sizes`: budget of each unit."""
 
     part: Part
     units: Sequence[Unit | Tree]
@@ -187,7 +183,7 @@ def open_part(
     replayed: Experts | None,
     key_room: float | None = None,
 ) -> Opened:
-    """Decode the samples of `part` and group them into units."""
+    """Decode the samples of `part` into units."""
     samples = [Sample.unpack(data) for data in part.samples]
     seen, unseen = open_images(part, samples, form)
     routes, misrouted = open_routes(part, samples, replayed)
@@ -248,7 +244,7 @@ def teachers_of(samples: Sequence[Sample], rows: Sequence[int]) -> dict[int, str
 
 
 def teacher_kl(samples: Sequence[Sample]) -> dict[str, tuple[float, int]]:
-    """By teacher the sum of log mu - log q over sampled tokens, and their number."""
+    """Sum of log mu - log q and sampled tokens, by teacher."""
     found = dict[str, tuple[float, int]]()
     for sample in samples:
         if sample.teacher_logprobs is not None:
@@ -265,7 +261,7 @@ def documents_of(
     seen: Seen = NOTHING_SEEN,
     routes: Sequence[np.ndarray | None] | None = None,
 ) -> tuple[list[Document], Turns]:
-    """The segments and turns of `samples`, whose indices in `Batch.rows` are `rows`."""
+    """Segments and turns. `rows`: indices in `Batch.rows`."""
     documents, turn_rows, rewards = list[Document](), list[int](), list[float]()
     for sample, row, routed in zip(samples, rows, routes or [None] * len(samples), strict=True):
         sampled = sample.sampled.numpy() != 0
@@ -292,8 +288,7 @@ def alone(documents: Sequence[Document]) -> list[Unit]:
 
 
 def shared_units(documents: Sequence[Document], items: np.ndarray, budget: int) -> list[Unit]:
-    """The documents in units of at most `budget` tokens. Documents that would save less than LEAST_SAVED stay separate.
-    `items`: of each row of the batch."""
+    """Units of documents with the same prompt. `items`: of each row of the batch."""
     groups: dict[tuple[int, bytes, tuple[str, ...]], list[Document]] = defaultdict(list)
     for document in documents:
         prompt = document.columns[0][: document.prompt]
@@ -325,7 +320,7 @@ def trees_of(documents: Sequence[Document], items: np.ndarray, budget: int, key_
 
 
 def tokens_of(units: Sequence[Unit | Tree]) -> int:
-    """Tokens of the rows that `units` take."""
+    """Tokens of the units' rows."""
     return sum(unit.tokens for unit in units)
 
 
@@ -347,7 +342,7 @@ def _num_versions(sample: Sample) -> int:
 
 
 def pack(units: Sequence[Unit | Tree]) -> Microbatch:
-    """A microbatch of `units`; of none, a dummy without trainable tokens."""
+    """A microbatch of `units`, or a dummy."""
     if not units:
         return lay_out([np.zeros(2)], [np.zeros(2)], [np.zeros(2)], [np.full(2, -1)], [0])
     plain = [unit for unit in units if isinstance(unit, Unit)]
@@ -355,7 +350,7 @@ def pack(units: Sequence[Unit | Tree]) -> Microbatch:
 
 
 def pack_trees(units: Sequence[Unit | Tree]) -> Microbatch:
-    """A row in which each document goes on from the one before it."""
+    """A row of trees and single documents."""
     texts = []
     for unit in units:
         assert isinstance(unit, Tree) or len(unit.documents) == 1
@@ -367,7 +362,7 @@ def pack_trees(units: Sequence[Unit | Tree]) -> Microbatch:
 
 
 def pack_plain(units: Sequence[Unit]) -> Microbatch:
-    """A row of units that share prompts, or nothing."""
+    """A row of units that share prompts."""
     shared = [unit for unit in units if len(unit.documents) > 1]
     pieces = [(unit.documents[0], slice(unit.prompt)) for unit in shared]
     pieces += [(document, slice(unit.prompt, None)) for unit in shared for document in unit.documents]
@@ -399,8 +394,7 @@ def first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def balance(lengths: Sequence[int], costs: Sequence[float], budget: int, number: int) -> list[list[int]]:
-    """Indices of `lengths` in `number` bins of similar cost, the costliest bin first; the bins of `first_fit` where
-    balancing does not fit the budget."""
+    """Bins of similar cost, costliest first; as `first_fit` where that exceeds the budget."""
     bins: list[list[int]] = [[] for _ in range(number)]
     load, used = [0.0] * number, [0] * number
     for i in sorted(range(len(lengths)), key=lambda i: -costs[i]):

@@ -1,4 +1,4 @@
-"""What learner ranks exchange besides gradients. Each call is a collective, which waits up to `learner.timeout_s`."""
+"""Exchanges between ranks besides gradients. Each is a collective, which waits up to `learner.timeout_s`."""
 
 from typing import Any
 
@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 
 def all_gather_ragged(values: Tensor) -> list[Tensor]:
-    """`values` [n] of every rank, in rank order; n differs by rank."""
+    """`values` [n] of every rank, in order; n differs."""
     world = dist.get_world_size()
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
     dist.all_gather(lengths, torch.tensor([len(values)]))
@@ -21,7 +21,7 @@ def all_gather_ragged(values: Tensor) -> list[Tensor]:
 
 
 def all_reduce_max(*numbers: float) -> list[float]:
-    """For each of `numbers` the largest of any rank's."""
+    """The largest of any rank's, for each number."""
     tensor = torch.tensor(numbers, dtype=torch.float64)
     dist.all_reduce(tensor, dist.ReduceOp.MAX)
     return tensor.tolist()  # type: ignore[no-any-return]
@@ -47,15 +47,14 @@ def broadcast_from_rank0(number: int) -> int:
 
 
 def broadcast_from_first(number: int, group: dist.ProcessGroup) -> int:
-    """The number of the first rank of `group`."""
+    """The number of the group's first rank."""
     tensor = torch.tensor(number, dtype=torch.int64)
     dist.broadcast(tensor, group=group, group_src=0)
     return int(tensor)
 
 
 def broadcast_state(state: dict[Any, Any], group: dist.ProcessGroup) -> None:
-    """Bring the tensors of `state`, dicts in dicts, from the first rank of `group` to its others, in place. All must
-    have the same shards."""
+    """Broadcast nested `state` in place from the group's first rank. All must have the same shards."""
     for _, value in sorted(state.items(), key=lambda item: str(item[0])):
         if isinstance(value, dict):
             broadcast_state(value, group)

@@ -1,4 +1,4 @@
-"""Texts that a step trains beside the samples of a batch (`learner/sft/beside.py`)."""
+"""Texts that a step trains beside a batch (`learner/sft/beside.py`)."""
 
 from collections.abc import Sequence
 from typing import Protocol
@@ -21,7 +21,7 @@ class DrawnBeside(Protocol):
 
     @property
     def total(self) -> Tensor:
-        """Summed loss of the tokens that this rank has trained: [] float64."""
+        """Summed loss of this rank's tokens so far: [] float64."""
 
     @property
     def tokens(self) -> float:

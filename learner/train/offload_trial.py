@@ -1,8 +1,5 @@
-"""Tries `learner.cpu_offload: optimizer` at the start, on the run's GPUs, before a weight of the model is loaded.
-
-Two layers in bfloat16, sharded as the run's model will be, are trained with offloading, in one portion and in many, and
-in fp32 without. If the results are not equal bit for bit, the run is refused. A collective; takes a second or two.
-"""
+"""Tries `learner.cpu_offload: optimizer` at the start: it must train two layers bit for bit as without, in one portion
+and in many. A collective."""
 
 import gc
 import logging
@@ -26,13 +23,13 @@ log = logging.getLogger(__name__)
 WIDTH, FACTOR, TOKENS = 512, 4, 16
 STEPS, MICROBATCHES = 3, 2
 SMALL = 1 << 14
-"""Numbers in a small portion, 64 KiB: two layers lie in many of them."""
+"""Numbers in a small portion, 64 KiB."""
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 KEY, REMEDY = "learner.cpu_offload: optimizer", "set it to true or false"
 
 
 def check_offload(learner: LearnerConfig, mesh: DeviceMesh, device: torch.device) -> None:
-    """Raise ConfigError, on all ranks alike, if the run is to offload its optimizer and the trial fails."""
+    """Raise ConfigError on all ranks if a due trial fails."""
     if learner.cpu_offload == "optimizer" and device.type == "cuda":
         try_offload(mesh, device)
         gc.collect()
@@ -45,12 +42,12 @@ def check_offload(learner: LearnerConfig, mesh: DeviceMesh, device: torch.device
 def try_offload(
     mesh: DeviceMesh, device: torch.device, optimizer: type[OffloadedAdamW] = OffloadedAdamW, width: int = WIDTH
 ) -> None:
-    """Raise ConfigError unless two layers are trained as without offloading."""
+    """Raise ConfigError unless the trial succeeds."""
     problem = f"{KEY}: with torch {torch.__version__}"
     try:
         expected = _trained_plainly(mesh, device, width)
         found = [_trained_apart(mesh, device, width, portion, optimizer) for portion in (PORTION, SMALL)]
-    except (AttributeError, TypeError, RuntimeError) as error:  # what torch has changed, or memory that is not locked
+    except (AttributeError, TypeError, RuntimeError) as error:  # torch has changed, or memory is not locked
         why = f"{type(error).__name__}: {error}".splitlines()[0]
         raise ConfigError([f"{problem} the trial of a step failed ({why}); {REMEDY}"]) from None
     differences = [_difference(one, other) for each in found for one, other in zip(expected, each, strict=True)]

@@ -1,8 +1,5 @@
-"""AdamW whose master weights and moments lie in host memory (`learner.cpu_offload: optimizer`).
-
-A step brings one portion after another to the GPU, updates it there by torch's own fused AdamW, and takes it back. So
-its numbers are those of a step without offloading.
-"""
+"""AdamW with master weights and moments in host memory. A step updates portion after portion on the GPU by torch's
+fused kernel: the same numbers."""
 
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -17,13 +14,13 @@ from learner.model.master_weights import KINDS, SLOTS, HeldSpan, MasterWeights, 
 
 
 class OffloadedAdamW(AdamW):
-    """Has the state of torch's AdamW, so that a checkpoint may be restored with or without offloading."""
+    """Has the state of torch's AdamW: a checkpoint fits with and without offloading."""
 
     def __init__(self, masters: MasterWeights, **options: Any) -> None:
         super().__init__(masters.parameters, fused=True, **options)
         self._masters, self._parameters = masters, masters.parameters
         self.held = [masters.values, masters.memory(), masters.memory()]
-        """Host memory of the weights and of both moments."""
+        """Weights and both moments."""
         moments = (masters.as_sharded(memory) for memory in self.held[1:])
         for parameter, first, second in zip(self._parameters, *moments, strict=True):
             self.state[parameter] = {"step": torch.tensor(0.0), "exp_avg": first, "exp_avg_sq": second}
@@ -57,7 +54,7 @@ class OffloadedAdamW(AdamW):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take a state into the same host memory. torch would bring it to the GPU, in the parameters' dtype."""
+        """Copies into the same host memory; torch would copy to the GPU, in the parameters' dtype."""
         keys = (key for group in state_dict["param_groups"] for key in group["params"])
         for key, parameter in zip(keys, self._parameters, strict=True):
             for name, value in state_dict["state"][key].items():

@@ -1,7 +1,5 @@
-"""AdamW over the sharded master weights; the learning rate depends only on the version.
-
-If the gradient is not finite, every rank skips the step, because all have the same global norm.
-"""
+"""AdamW over the sharded master weights. All ranks have the same global norm, so all skip a step whose gradient is not
+finite."""
 
 import math
 from collections.abc import Sequence
@@ -18,12 +16,11 @@ from learner.train.offloaded_adam import OffloadedAdamW
 
 OPTIONS = ("lr", "betas", "eps", "weight_decay")
 FLOOR = 0.1
-"""Share of the learning rate at which `linear` and `cosine` end."""
+"""Share of the learning rate at which schedules end."""
 
 
 class Optimizer:
-    """Wraps torch's AdamW. Each version is one `update`, applied or skipped, or a `hold`. The schedule begins after
-    `held` versions."""
+    """Each version is one `update`, applied or skipped, or a `hold`. The schedule begins after `held` versions."""
 
     def __init__(self, policy: Policy, config: LearnerConfig, versions: int, held: int = 0) -> None:
         self.config, self.versions, self.held = config, versions - held, held
@@ -44,7 +41,7 @@ class Optimizer:
         return self.config.lr * (FLOOR + (1 - FLOOR) * decay[self.config.schedule])
 
     def update(self, version: int) -> dict[str, float]:
-        """Apply the gradients and clear them; the metrics are the same on all ranks. A collective."""
+        """Apply and clear the gradients; all ranks have the same metrics. A collective."""
         parameters = [p for group in self.adamw.param_groups for p in group["params"]]
         norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
@@ -68,7 +65,7 @@ class Optimizer:
         return {"lr": 0.0} | skipped | ({"gradient/norm": float(norm)} if finite else {})
 
     def discard(self) -> bool:
-        """Clear the gradients; returns whether their norm is finite, on all ranks alike."""
+        """Clear the gradients; returns whether their norm is finite."""
         return bool(self._cleared().isfinite())
 
     def _cleared(self) -> torch.Tensor:
@@ -78,12 +75,12 @@ class Optimizer:
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def restore_options(self) -> None:
-        """Take betas, eps and weight decay from the run file in place of the checkpoint's."""
+        """Take betas, eps and weight decay from the run file."""
         for group in self.adamw.param_groups:
             group.update({name: self.adamw.defaults[name] for name in ("betas", "eps", "weight_decay")})
 
     def _overflowed(self, parameters: Sequence[torch.nn.Parameter]) -> float:
-        """1 if every part of the gradient is finite on every rank."""
+        """1 if every part is finite."""
         parts = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
         (unfit,) = collectives.all_reduce_max(not all(bool(part.isfinite().all()) for part in parts))
         return float(not unfit)

@@ -1,7 +1,4 @@
-"""The images of a rank's part of a batch: decoded as the servers did it, and packed for the tower.
-
-Digests of pixels are compared: a policy must not be trained on another picture than it saw.
-"""
+"""The images of a rank's part, decoded and packed for the tower. Digests show that the policy saw the same pixels."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +26,7 @@ SAME_DATA = "restore the data file that the run began with"
 
 
 class PictureMismatch(RuntimeError):
-    """An image is not the one that the policy saw."""
+    """An image is not what the policy saw."""
 
 
 Seen = Mapping[int, Sequence[SeenImage]]
@@ -38,7 +35,7 @@ NOTHING_SEEN: Seen = MappingProxyType({})
 
 
 class Piece(NamedTuple):
-    """One piece of a row: the `part` of a sample of `length` tokens."""
+    """The `part` of a sample of `length` tokens."""
 
     images: Sequence[SeenImage]
     length: int
@@ -54,7 +51,7 @@ class Placed(NamedTuple):
 
 
 def max_sample_patches(config: Config, form: ImageFormat) -> int:
-    """Most patches of the images of one sample."""
+    """Most patches of one sample's images."""
     most = config.data.max_images * form.max_pixels // form.patch**2
     return min(most, max_sample_tokens(config) * form.merge**2)
 
@@ -111,7 +108,7 @@ def _compared(
 
 
 def _fits(sample: Sample, start: int, picture: Picture) -> bool:
-    """Whether just as many given placeholders stand there as the picture takes."""
+    """Whether exactly the picture's placeholders stand at `start`."""
     own = (sample.tokens.numpy() == picture.format.image_token) & (sample.sampled.numpy() == 0)
     stop = start + picture.num_tokens
     more = stop < own.size and own[stop] and all(image.start != stop for image in sample.images)
@@ -124,7 +121,7 @@ def num_patches(images: Iterable[SeenImage]) -> int:
 
 
 def show(row: Microbatch, pieces: Sequence[Piece]) -> Microbatch:
-    """`row`, which consists of `pieces`, with their images: each distinct one is encoded once."""
+    """Add the images of `pieces` to `row`; each distinct one is encoded once."""
     placed = [
         Placed(begins + image.start - start, image.picture, begins)
         for begins, (images, length, part) in zip(row.cu_seqlens.tolist(), pieces, strict=False)

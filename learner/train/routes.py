@@ -1,4 +1,4 @@
-"""The routes of samples: the experts that a server chose for each token (`rollout.routing_replay`)."""
+"""The experts that a server chose for each token (`rollout.routing_replay`)."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -13,11 +13,11 @@ from learner.model.experts.mixture import Experts
 
 
 class RouteMismatch(RuntimeError):
-    """A sample has no routes that this model can replay."""
+    """A sample has no routes that can be replayed."""
 
 
 def open_routes(part: Part, samples: Sequence[Sample], sizes: Experts | None) -> tuple[list[np.ndarray | None], str]:
-    """The routes of each of `samples`, [tokens, layers, k], and what is wrong with one."""
+    """Routes of `samples`, [tokens, layers, k] each, and what is wrong with one."""
     if sizes is None:
         return [None] * len(samples), ""
     opened = [None if sample.routes is None else sample.routes.numpy() for sample in samples]
@@ -42,7 +42,7 @@ def _wrong(sample: Sample, routes: np.ndarray | None, sizes: Experts) -> str:
 
 
 def laid_out(pieces: Sequence[np.ndarray | None]) -> Tensor | None:
-    """Pieces [tokens, layers, k] one after another: [layers, tokens, k]."""
+    """Join pieces [tokens, layers, k] to [layers, tokens, k]."""
     known = [piece for piece in pieces if piece is not None]
     if not known:
         return None

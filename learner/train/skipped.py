@@ -1,7 +1,4 @@
-"""Counts optimizer steps that changed nothing, logs their cause, and ends a run that has only such steps.
-
-A step is skipped if its gradient is not finite. All ranks have the same norm of the gradient, so they end together.
-"""
+"""Counts optimizer steps that changed nothing, and ends a run that has only such steps."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -12,7 +9,7 @@ log = logging.getLogger(__name__)
 MOST_SKIPPED = 20
 """Skipped steps in a row that end the run."""
 UNFIT_ADVANTAGES, TAUGHT = "advantages_unfit", "advantages_nonzero"
-"""Sums of a batch: turns whose advantage is not finite, and turns whose advantage is not zero."""
+"""Sums over turns: advantage not finite, advantage not zero."""
 
 
 NOTHING_LEFT = "the model gives every trained token the probability 1; end the run"
@@ -27,7 +24,7 @@ class StepsSkipped(RuntimeError):
 
 
 class SkippedSteps:
-    """`note` each step, `check` before the next one, `check_end` at the end of the run."""
+    """`note` each step, `check` before the next, `check_end` at the end."""
 
     def __init__(self) -> None:
         self.in_row = self.zero_in_row = 0
@@ -36,7 +33,7 @@ class SkippedSteps:
     def note(
         self, version: int, rewards: tuple[float, float], metrics: Mapping[str, float], sums: Mapping[str, float]
     ) -> None:
-        """Note the step to `version`. `rewards`: the batch's smallest and largest one."""
+        """Note the step to `version`. `rewards`: smallest and largest."""
         self._note(version, metrics, lambda: why_skipped(rewards, metrics, sums), lambda: why_zero(sums))
 
     def note_supervised(self, version: int, metrics: Mapping[str, float]) -> None:
@@ -77,7 +74,7 @@ class SkippedSteps:
 
 
 def why_skipped(rewards: tuple[float, float], metrics: Mapping[str, float], sums: Mapping[str, float]) -> str:
-    """Why the gradient was not finite, and the remedy."""
+    """Why the gradient is not finite, and the remedy."""
     if sums[UNFIT_ADVANTAGES]:
         least, largest = rewards
         return (
@@ -92,7 +89,7 @@ def why_skipped(rewards: tuple[float, float], metrics: Mapping[str, float], sums
 
 
 def why_zero(sums: Mapping[str, float]) -> str:
-    """Why the gradient was zero, and the remedy."""
+    """Why the gradient is zero, and the remedy."""
     if sums[TAUGHT]:
         return "the loss masks every token; widen its bounds, or lower batch.max_staleness"
     return (

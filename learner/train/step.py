@@ -1,7 +1,5 @@
-"""The algorithm's step: a batch becomes one optimizer step, the same whatever the ranks, packing or microbatches.
-
-The gradients of microbatches add up, since each loss is divided by counts of the whole batch.
-"""
+"""One optimizer step per batch, the same whatever the ranks, packing or microbatches: each loss is divided by counts of
+the whole batch."""
 
 import logging
 import time
@@ -46,17 +44,14 @@ PHASES = ("pack", "backward", "update")
 JUDGED = "a critic judges each token of a row for one sample"
 TOPPED = "teacher.top_k: most probable tokens are given for each sample's own tokens"
 TALLY = "moe"
-"""Among a rank's sums, what the routers did: [layers, ...]."""
+"""Key of the routers' tally: [layers, ...]."""
 Result = tuple[Tensor, dict[str, Tensor]]
-"""A microbatch's loss, ready for `backward`, and its sums."""
+"""A microbatch's loss and its sums."""
 
 
 class Algorithm:
-    """Loss, advantages and optimizer. `reference` is the initial model, if the loss needs one.
-
-    `max_tokens`: the longest answer, from which the soft overlong penalty and, by default, `aggregation: constant`
-    count. `teachers`: weights by `data_source`; `top_k`: they gave their most probable tokens.
-    """
+    """Loss, advantages and optimizer. `max_tokens`: the longest answer. `teachers`: weights by `data_source`; `top_k`:
+    they gave their most probable tokens."""
 
     def __init__(
         self,
@@ -81,8 +76,7 @@ class Algorithm:
         self.forward = self.by_chunk if is_tokenwise(config) else self.at_once
 
     def step(self, policy: Policy, part: Part) -> dict[str, float]:
-        """Train on this rank's `part`; the metrics are of the whole batch and the same on all ranks. A collective.
-        Raises StepsSkipped."""
+        """Train on this rank's `part`; all ranks have the same metrics. A collective. Raises StepsSkipped."""
         self.skipped.check()
         times = [time.perf_counter()]
         batch = self.pack(policy, part)
@@ -120,7 +114,7 @@ class Algorithm:
         return metrics | {"flops": flops + totals.get("tower", 0.0), "tokens_computed": computed_tokens}
 
     def rehearse(self, policy: Policy, part: Part) -> bool:
-        """Whether the gradient of `part` is finite, on all ranks alike. Trains nothing."""
+        """Whether the gradient of `part` is finite. Trains nothing."""
         self.backward(policy, self.pack(policy, part))
         return self.optimizer.discard()
 
@@ -164,25 +158,24 @@ class Algorithm:
         return combine(sums) | {name: turns.double().sum() for name, turns in taught.items()}
 
     def backward_of(self, policy: Policy, microbatch: Microbatch, shared: dict[str, Any]) -> dict[str, Tensor]:
-        """Add one microbatch's gradient, without synchronising with the GPU, so that its queue never runs empty."""
+        """Add one microbatch's gradient without waiting for the GPU, whose queue must not run empty."""
         if self.reference:
             unrouted = replace(microbatch, routes=None)  # the routes are the policy's
             shared = shared | {"reference": self.reference.score(unrouted)}
         context = loss_context(microbatch, shared)
         top = self._top(microbatch, context, shared[TEACHER_WEIGHTS]) if self.top_k else None
         loss, sums = self.forward(policy, microbatch, context, top)
-        (loss * dist.get_world_size()).backward()  # FSDP averages over ranks, but the loss is a sum
+        (loss * dist.get_world_size()).backward()  # FSDP averages, but the loss is a sum
         return sums if policy.mixture is None else sums | {TALLY: policy.mixture.tally.double()}
 
     def at_once(self, policy: Policy, microbatch: Microbatch, context: LossContext, top: TopTokens | None) -> Result:
         assert top is None
         logprobs, entropy = policy(microbatch)
         loss, sums = self.loss(context.inputs(logprobs, entropy), self.config)
-        return loss + 0.0 * logprobs.sum(), sums  # so that even a dummy's loss depends on every parameter
+        return loss + 0.0 * logprobs.sum(), sums  # a dummy's loss must depend on every parameter
 
     def by_chunk(self, policy: Policy, microbatch: Microbatch, context: LossContext, top: TopTokens | None) -> Result:
-        """A tokenwise loss, differentiated in the head's chunks; the sums, which take many kernels, once for all
-        tokens."""
+        """A tokenwise loss, differentiated in the head's chunks; its sums, of many kernels, are computed once."""
         loss, scored = self.loss, context.select(microbatch.predicted)
 
         def chunk_loss(logprobs: Tensor, entropy: Tensor, chunk: slice | Tensor) -> Tensor:
@@ -206,8 +199,8 @@ class Algorithm:
         return TopTokens(ids, logprobs, weights * of_turns[microbatch.turn[scored]])
 
     def shared_context(self, batch: Batch, device: torch.device, counts: bool = True) -> dict[str, Any]:
-        """Fields of `LossInputs` that come from the whole batch: [samples], but `advantages` and TEACHER_WEIGHTS are of
-        this rank's turns or, by a critic, `advantages` of its tokens."""
+        """Fields of `LossInputs` of the whole batch: [samples]. `advantages` and TEACHER_WEIGHTS are of this rank's
+        turns, a critic's `advantages` of its tokens."""
         _, item, sampled, _ = _tensors(batch.rows)
         _, group = item.unique(return_inverse=True)
         group_tokens = torch.zeros(int(group.max()) + 1, dtype=torch.int64).index_add_(0, group, sampled)
@@ -231,7 +224,7 @@ class Algorithm:
         return soft_overlong(rewards, lengths, self.max_tokens, config.overlong_buffer, config.overlong_factor)
 
     def _advantages(self, batch: Batch, counts: bool = True) -> Tensor:
-        """[turns + 1] float32, of this rank's turns and then 0 for given tokens; by a critic [tokens]."""
+        """[turns + 1] float32, the last 0 for given tokens; by a critic [tokens]."""
         if self.advantage is None:
             return torch.cat([each.advantages for each in batch.microbatches if each.advantages is not None])
         config, turns = self.config, torch.from_numpy(batch.turns.rows)
@@ -264,7 +257,7 @@ class Algorithm:
 
 
 def turn_rewards(batch: Batch, rewards: Tensor) -> Tensor:
-    """Reward of each of this rank's turns: [turns] float64. A penalty in `rewards` [samples] is the last turn's."""
+    """Rewards of this rank's turns: [turns] float64. A penalty in `rewards` [samples] is the last turn's."""
     turns, of_turns = map(torch.from_numpy, batch.turns)
     last = turns.diff(append=turns.new_tensor([-1])) != 0
     penalties = rewards - torch.tensor(batch.rows.reward.numpy())
@@ -272,8 +265,7 @@ def turn_rewards(batch: Batch, rewards: Tensor) -> Tensor:
 
 
 def discounted(batch: Batch, rewards: Tensor, discount: float, counts: bool = True) -> tuple[Tensor, Tensor]:
-    """The return of each of this rank's turns, and the first return of each sample of the batch, float64. A collective:
-    each rank that `counts` contributes its samples."""
+    """Returns of this rank's turns, and first returns of all samples, float64. A collective."""
     turns = torch.from_numpy(batch.turns.rows)
     first = turns.diff(prepend=turns.new_tensor([-1])) != 0
     returns = turn_returns(turn_rewards(batch, rewards), turns, discount)
@@ -318,7 +310,7 @@ def _loads(policy: Policy, tally: Tensor | None) -> dict[str, float]:
 
 
 def loss_context(microbatch: Microbatch, shared: dict[str, Any]) -> LossContext:
-    """Values of a microbatch's tokens that are known before its forward pass."""
+    """What is known of a microbatch before its forward pass."""
     known = {name: x[microbatch.sequence] if name in PER_SAMPLE else x for name, x in shared.items()}
     weights, own = known.pop(TEACHER_WEIGHTS)[microbatch.turn], microbatch.advantages
     known["advantages"] = shared["advantages"][microbatch.turn] if own is None else own

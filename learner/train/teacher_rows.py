@@ -1,4 +1,4 @@
-"""What teachers gave, laid out for a microbatch."""
+"""Lays out what teachers gave for a microbatch."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,14 +13,14 @@ from learner.model.microbatch import Microbatch
 
 
 class TeacherTop(NamedTuple):
-    """A teacher's k most probable tokens in place of each sampled one: [sampled tokens, k], int32 and float32."""
+    """A teacher's k most probable tokens: [sampled tokens, k], int32 and float32."""
 
     ids: np.ndarray
     logprobs: np.ndarray
 
 
 def top_of(sample: Sample, sampled: np.ndarray, start: int, stop: int) -> TeacherTop | None:
-    """The most probable tokens of one segment of a sample. `sampled`: [tokens] bool."""
+    """Most probable tokens of one segment. `sampled`: [tokens] bool."""
     top = sample.teacher_top
     if top is None:
         return None
@@ -34,7 +34,7 @@ def pieces_of(packed: Microbatch) -> list[int]:
 
 
 def teacher_row(taught: Sequence[np.ndarray | None], lengths: Sequence[int]) -> Tensor | None:
-    """The teachers' log-probabilities of a row: [tokens] float32, 0 in a piece without a teacher."""
+    """Log-probabilities of a row: [tokens] float32, 0 in pieces without a teacher."""
     if all(each is None for each in taught):
         return None
     whole = [
@@ -44,7 +44,7 @@ def teacher_row(taught: Sequence[np.ndarray | None], lengths: Sequence[int]) -> 
 
 
 def with_top(packed: Microbatch, tops: Sequence[TeacherTop | None]) -> Microbatch:
-    """`packed` with the teachers' tokens. A piece has all sampled tokens of its document, or none."""
+    """Add the teachers' tokens. A piece has all sampled tokens of its document, or none."""
     widths = {top.ids.shape[1] for top in tops if top is not None}
     if not widths:
         return packed

@@ -1,31 +1,28 @@
-"""Which texts of a group form a tree, so that each prefix that several of them share is computed once.
-
-In a tree each text goes on from the one before it: its row lacks the first `joined` tokens.
-"""
+"""Groups texts into trees (docs/design/learner.md): each text's row lacks the `joined` first tokens, which the text
+before it has."""
 
 from collections.abc import Sequence
 
 import numpy as np
 
 LEAST_JOINED = 0.03
-"""A text goes on from another one where that saves at least this share of its tokens."""
+"""Joining must save at least this share of a text's tokens."""
 Joined = tuple[int, int]
-"""Index of a text, and how many first tokens it has in common with the text before it."""
+"""Index of a text, and how many first tokens it shares with the one before."""
 
 
 def common_prefix(one: np.ndarray, other: np.ndarray) -> int:
-    """How many first numbers of two arrays are equal."""
+    """Length of the common prefix."""
     length = min(len(one), len(other))
     differs = one[:length] != other[:length]
     return int(differs.argmax()) if differs.any() else length
 
 
 def grow(texts: Sequence[np.ndarray], budget: int, key_room: float = 0.0) -> list[list[Joined]]:
-    """The texts in trees, each of at most `budget` tokens; a longer text gets a tree of its own. `key_room`: tokens of
-    the budget that a copied key takes.
+    """Put the texts into trees of at most `budget` tokens; a longer text gets its own. `key_room`: tokens of the budget
+    per copied key.
 
-    In order of their tokens, longer texts before their own prefixes, no earlier text shares more with a text than the
-    one before it.
+    In reverse lexicographic order, no earlier text shares more with a text than the one before it.
 
     Example: `grow([array([1, 2, 3]), array([1, 2]), array([1, 2, 9])], 99) == [[(2, 0), (0, 2), (1, 2)]]`
     """

@@ -1,4 +1,4 @@
-"""Copies of a policy's weights, in buckets on one device, with their checksums."""
+"""Copies of a policy's weights in buckets, with their checksums."""
 
 import asyncio
 import threading
@@ -16,8 +16,7 @@ from learner.weights.plan import Plan, Slot
 from learner.weights.protocol import Probe
 
 WORDS = 4128
-"""Words of 8 bytes per row of the checksum: 32 KiB and 256 bytes, because columns at a power of two apart would share
-few places of a processor's cache."""
+"""Words of 8 bytes per row of the checksum; a power of two would crowd columns into few places of a cache."""
 ROW = 8 * WORDS
 CACHED_ROWS = 16
 FACTOR = 0x9E3779B97F4A7C1
@@ -25,10 +24,8 @@ HALVES = 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D
 
 
 class Allocation:
-    """Buckets of `sizes` bytes in one allocation, uint8, zero at first. Each begins at a row of the checksum.
-
-    `places`: the rows of a bucket that each share of a rank has.
-    """
+    """Buckets in one allocation, zero at first; each begins at a row of the checksum. `places`: the rows that each
+    share has of its bucket."""
 
     def __init__(
         self, sizes: Iterable[int], device: torch.device, places: Sequence[torch.Tensor] | None = None
@@ -48,8 +45,7 @@ class Allocation:
         return rows + _sum_of_columns(columns, self._column_weights)
 
     def sums(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Weighted sums of rows `[buckets]` and sums of columns `[buckets, WORDS]`, int64; those of the ranks' shares
-        add up."""
+        """Weighted sums of rows `[buckets]` and sums of columns `[buckets, WORDS]`, int64; those of shares add up."""
         words = self._memory.view(torch.int64).view(-1, WORDS)
         if words.device.type == "cpu":
             found, columns = zip(*(_sums(words[place]) for place in self._places), strict=True)
@@ -61,11 +57,8 @@ class Allocation:
 
 
 class Buckets:
-    """The buckets of `plan`. On a GPU all work is queued.
-
-    `rotating`: later buckets overwrite the first `turns`. `beside`: another copy, which shares its frozen buckets.
-    `scratch`: bytes of two buffers in which shares arrive.
-    """
+    """The buckets of `plan`; a GPU queues all work. `rotating`: later buckets overwrite the first `turns`. `beside`: a
+    copy with the same frozen buckets. `scratch`: bytes of two buffers for shares."""
 
     def __init__(
         self,
@@ -100,9 +93,8 @@ class Buckets:
 
     @torch.no_grad()
     def fill(self, weights: Iterable[tuple[str, torch.Tensor]], without: Collection[str] = ()) -> None:
-        """Copy in all `weights` but those named `without`, in the plan's order; frozen ones may come between others.
-        Raises ValueError if they are not the plan's, but only after consuming all of them: gathering them is
-        collective."""
+        """Copy in all `weights` but `without`, in the plan's order, frozen ones anywhere. Raises ValueError only after
+        consuming all of them: gathering is collective."""
         problem, frozen = "", self.plan.frozen_names
         wanted = [slot for slot in self.plan.slots if slot.spec.name not in without]
         kinds = [iter([slot for slot in wanted if (slot.spec.name in frozen) == kind]) for kind in (False, True)]
@@ -124,24 +116,21 @@ class Buckets:
         return self.buckets[first:]
 
     def checksums(self, first: int = 0) -> torch.Tensor:
-        """`[buckets] int64` from bucket `first` on, which is 0 or the first trained one."""
+        """`[buckets] int64` from bucket `first` on: 0 or the first trained one."""
         if self.rotating:
             raise ValueError("rotating buckets are never all there at once: checksum them one by one")
         return torch.cat([part.checksums() for part in self._parts[1 if first else 0 :]])
 
 
 def checksum(bucket: torch.Tensor) -> torch.Tensor:
-    """`[bytes] uint8 -> [] int64`: the sums of all rows and of all columns of words, each weighted by its index, modulo
-    2^64.
-
-    Exact in any order of summation and on every device. Values in another order change it.
-    """
+    """`[bytes] uint8 -> [] int64`: sums of all rows and columns of words, weighted by index, modulo 2^64. Exact in any
+    order of summation; swapped values change it."""
     rows, columns = bucket_sums(bucket, row_weights(len(bucket) // ROW + 1, bucket.device))
     return rows + _sum_of_columns(columns, _column_weights(bucket.device))
 
 
 def bucket_sums(bucket: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """A bucket's weighted sum of rows and its sums of columns: `[bytes] uint8 -> [], [WORDS] int64`."""
+    """Weighted sum of rows and sums of columns: `[bytes] uint8 -> [], [WORDS] int64`."""
     words = bucket.view(torch.int64)
     whole = len(words) // WORDS * WORDS
     rest = words[whole:]
@@ -152,12 +141,12 @@ def bucket_sums(bucket: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tens
 
 
 def checksums_of(rows: torch.Tensor, columns: torch.Tensor) -> list[int]:
-    """The checksums of buckets with these `bucket_sums`."""
+    """Checksums from `bucket_sums`."""
     return [int(value) for value in (rows + _sum_of_columns(columns, _column_weights(columns.device))).tolist()]
 
 
 def _sums(words: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """On a CPU the second sum finds a block in the cache."""
+    """On a CPU the second sum finds its block in the cache."""
     if words.device.type != "cpu" or len(words) <= CACHED_ROWS:
         return words.sum(1), words.sum(0)
     columns, rows = words.new_zeros(WORDS), list[torch.Tensor]()
@@ -178,7 +167,7 @@ def _column_weights(device: torch.device) -> torch.Tensor:
 
 
 def row_weights(number: int, device: torch.device) -> torch.Tensor:
-    """The weights of so many rows or columns."""
+    """Weights of `number` rows or columns."""
     return _weights_of(torch.arange(number, device=device))
 
 
@@ -188,12 +177,12 @@ def _weights_of(index: torch.Tensor) -> torch.Tensor:
 
 
 def add_up(rows: torch.Tensor, columns: torch.Tensor) -> list[int]:
-    """The checksums of whole buckets from the ranks' sums."""
+    """Checksums from the ranks' sums."""
     return checksums_of(rows.sum(0), columns.sum(0))
 
 
 def pending() -> "Future[Any]":
-    """A future that nobody who waits for it can cancel."""
+    """A future that a waiter cannot cancel."""
     future: Future[Any] = Future()
     future.set_running_or_notify_cancel()
     return future
@@ -208,21 +197,21 @@ class PublishedWeights(Protocol):
 
 @dataclass(eq=False)
 class PublishedPolicy:
-    """One version of the weights, and what servers verify it with. Does not change while anybody holds it."""
+    """One version of the weights, and what servers verify it with. Unchanged while anybody holds it."""
 
     weights: PublishedWeights
     version: int = -1
     published_at: float = 0.0
     filled: "Future[torch.cuda.Event | None]" = field(default_factory=pending)
-    """Done once all weights are copied, or queued to be copied before this event."""
+    """Done once all weights are copied, or the copying is queued before this event."""
     probe: "Future[Probe] | None" = None
     checksums: "dict[str, asyncio.Future[list[int]]]" = field(default_factory=dict)
     holders: int = 0
 
 
 class DoubleBuffer:
-    """The sender's two copies of the weights, shared by several threads: one is filled while a broadcast may still read
-    the other. Where several ranks send, rank 0 chooses which copy all of them fill."""
+    """Two copies of the weights: one is filled while a broadcast may read the other. Where several ranks send, rank 0
+    chooses the copy for all."""
 
     def __init__(
         self, plan: Plan, device: torch.device, allocate: Callable[[Any], PublishedWeights] | None = None
@@ -235,8 +224,7 @@ class DoubleBuffer:
         self._changed = threading.Condition()
 
     def reserve(self, timeout_s: float) -> PublishedPolicy:
-        """A copy to fill, invisible to others until offered; the newest one only if no other is free. Raises
-        TimeoutError."""
+        """A copy to fill, invisible until offered; the newest only if no other is free. Raises TimeoutError."""
         if len(self._copies) < 2:
             return self._further()
         with self._changed:
@@ -249,7 +237,7 @@ class DoubleBuffer:
         return self._copies.index(policy)
 
     def take(self, number: int, timeout_s: float) -> PublishedPolicy:
-        """The copy that rank 0 has reserved. Raises TimeoutError."""
+        """The copy that rank 0 reserved. Raises TimeoutError."""
         if number == len(self._copies):
             return self._further()
         with self._changed:
@@ -277,8 +265,7 @@ class DoubleBuffer:
 
     @contextmanager
     def hold_version(self, version: int, timeout_s: float) -> Iterator[PublishedPolicy]:
-        """Wait for `version`, and keep it within the block. Raises LookupError if it does not come or was overwritten:
-        rows of another version would pass every checksum."""
+        """Wait for `version` and keep it. Raises LookupError if it does not come or is overwritten."""
         with self._changed:
             published = self._changed.wait_for(lambda: self._latest >= version, timeout_s)
             held = next((copy for copy in self._copies if copy.version == version), None)
@@ -295,7 +282,7 @@ class DoubleBuffer:
 
     @contextmanager
     def reading(self, policy: PublishedPolicy) -> Iterator[PublishedWeights]:
-        """The complete weights of `policy`, on a stream of this thread's own."""
+        """The complete weights, on a stream of this thread's own."""
         with self.hold(policy), own_stream(self._device):
             copied = policy.filled.result()
             if copied is not None:

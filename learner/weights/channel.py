@@ -1,8 +1,7 @@
-"""The process group that weights are broadcast over: a rank of the learner and all workers of some servers.
+"""The process group of a broadcast: a learner rank and all workers of some servers.
 
-`connect` and `broadcast` wait at most `timeout_s` and raise ChannelError; `abort`, from another thread, ends them early
-over NCCL. A channel that failed is useless: the next one has a new epoch. Why its kernels cannot deadlock with training
-and generation: docs/design/weights-wire.md.
+Waits end after `timeout_s` with ChannelError; over NCCL `abort`, from another thread, ends them early. A new epoch
+follows a failure. Why kernels cannot deadlock: docs/design/weights-wire.md.
 """
 
 import asyncio
@@ -23,18 +22,18 @@ import torch.distributed as dist
 T = TypeVar("T")
 c10d: Any = dist  # torch exports no types of these classes
 AHEAD = 3
-"""Broadcasts queued beyond the one waited for, between CPUs. Between GPUs all are queued at once, because calls from
-Python contend for the GIL."""
+"""Broadcasts queued beyond the one waited for, on CPUs. GPUs queue all at once: calls from Python contend for the
+GIL."""
 NCCL_SETTINGS = {
     "TORCH_NCCL_BLOCKING_WAIT": "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
-"""A wait ends with an error at its timeout, and torch does not end the process."""
+"""Waits end with an error, and torch does not end the process."""
 
 
 class ChannelError(RuntimeError):
-    """The group could not be formed, broke, or timed out. `absent`: missing ranks."""
+    """The group did not form, broke or timed out. `absent`: missing ranks."""
 
     def __init__(self, what: str, absent: Sequence[int] = ()) -> None:
         super().__init__(what)
@@ -42,7 +41,7 @@ class ChannelError(RuntimeError):
 
 
 class Rendezvous:
-    """The learner's TCPStore, at which the ranks of a group meet."""
+    """The TCPStore at which a group's ranks meet."""
 
     def __init__(self, host: str, timeout_s: float) -> None:
         family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
@@ -60,7 +59,7 @@ class Rendezvous:
 
 
 class Channel:
-    """Rank `rank` of `world`. Rank 0 sends: it is rank `root` of the learner."""
+    """Rank `rank` of `world`. Rank 0 sends: learner rank `root`."""
 
     def __init__(
         self,
@@ -92,7 +91,7 @@ class Channel:
         store = store or self.open_store()
         try:
             prefixed = c10d.PrefixStore(f"weights/{self.epoch}/{self.root}", store)
-            prefixed.set(f"here/{self.rank}", "")  # NCCL would wait for ever for a rank that never comes
+            prefixed.set(f"here/{self.rank}", "")  # NCCL would wait for ever for an absent rank
             self._meet(prefixed)
             make = self._nccl if self.device.type == "cuda" else self._gloo
             self._group = make(prefixed)
@@ -150,10 +149,8 @@ class Channel:
 
 
 class WorkerChannels:
-    """A worker's end of the groups of all ranks of the learner that send.
-
-    One thread issues all broadcasts, in the same order on every worker: NCCL allows no other use of several groups.
-    """
+    """A worker's groups with all sending ranks. One thread issues all broadcasts in the same order on every worker:
+    NCCL allows no other use of several groups."""
 
     def __init__(self, channels: Sequence[Channel]) -> None:
         self._channels, self.epoch, self._formed = channels, channels[0].epoch, False
@@ -183,16 +180,15 @@ class WorkerChannels:
 
 
 def broadcast_in_turn(messages: Sequence[tuple[Channel, torch.Tensor]], ahead: int | None = None) -> Iterator[int]:
-    """Send (rank 0) or fill (other ranks) the buckets in `messages`, each over its channel, at most `ahead` beyond the
-    one yielded.
+    """Send (rank 0) or fill (other ranks) buckets, at most `ahead` beyond the one yielded.
 
-    Yields the index of each complete bucket; on a GPU it is complete for what this thread's stream does next, and for
-    everybody at the end. The next call may fill its memory again: with `ahead` 1 two buffers are enough.
+    Yields each complete bucket's index: complete for this thread's GPU stream, and at the end for everybody. With
+    `ahead` 1 two buffers are enough.
     """
-    if not messages:  # a rank without rows in a plan: workers do not wait for it either
+    if not messages:  # a rank without rows, for which no worker waits
         return
     channels = list(dict.fromkeys(channel for channel, _ in messages))
-    # so that this thread destroys them, which may take a while
+    # so that this thread destroys them, which takes a while
     groups = [channel.group() for channel in channels]
     device, timeout, (epoch, world) = channels[0].device, channels[0].timeout, (channels[0].epoch, channels[0].world)
     options = dist.BroadcastOptions()
@@ -220,7 +216,7 @@ def broadcast_in_turn(messages: Sequence[tuple[Channel, torch.Tensor]], ahead: i
         for channel in channels:
             channel.span_s = time.perf_counter() - started
         yield from range(len(messages) - len(works), len(messages))
-        for work in last.values() if on_gpu else ():  # once for all, after the caller has queued what it does with them
+        for work in last.values() if on_gpu else ():  # once, after the caller has queued its use of them
             work.wait(timeout)
         for channel in channels if on_gpu else ():
             channel.span_s = time.perf_counter() - started
@@ -231,7 +227,7 @@ def broadcast_in_turn(messages: Sequence[tuple[Channel, torch.Tensor]], ahead: i
         groups.clear()
         works.clear()
         last.clear()
-    if any(channel.aborted for channel in channels):  # an abort ends the kernels as well, which looks like success
+    if any(channel.aborted for channel in channels):  # an abort ends kernels, which looks like success
         raise ChannelError(f"group {epoch} was given up")
 
 
@@ -247,7 +243,7 @@ def backend_of(device: torch.device) -> str:
 
 @contextmanager
 def own_stream(device: torch.device) -> Iterator[None]:
-    """Run this thread's GPU work on a stream of its own, complete at the end of the block."""
+    """Run this thread's GPU work on its own stream, complete at the end."""
     if device.type != "cuda":
         yield
         return

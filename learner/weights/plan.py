@@ -1,8 +1,5 @@
-"""The plan of the weights wire: which tensor lies at which offset of which bucket. Pure: both ends compute the same.
-
-Tensors keep their order (vLLM loads layer by layer) and are never split. Weights that are never trained come first:
-only a server that has none of this learner's weights gets them.
-"""
+"""The plan of the weights wire: which tensor lies where in which bucket. Both ends compute it. Tensors keep their
+order, since vLLM loads layer by layer; frozen ones come first."""
 
 import hashlib
 from collections.abc import Collection, Iterable
@@ -14,10 +11,10 @@ from typing import NamedTuple
 import torch
 
 ALIGN = 256
-"""A multiple of every dtype's size, of vector loads and of the checksum's words."""
+"""A multiple of dtype sizes, vector loads and the checksum's words."""
 LORA_A = ".lora_A.weight"
 LORA_B = ".lora_B.weight"
-"""Suffixes of the two tensors of a layer's adapter."""
+"""Suffixes of an adapter's tensors."""
 
 
 class Spec(NamedTuple):
@@ -29,7 +26,7 @@ class Spec(NamedTuple):
 
 
 class Slot(NamedTuple):
-    """Where a tensor lies: `size` bytes at `offset` of bucket `bucket`."""
+    """Where a tensor lies: `size` bytes at `offset` of `bucket`."""
 
     spec: Spec
     bucket: int
@@ -39,8 +36,8 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """All slots in order, and the bytes of each bucket. The first `frozen` buckets are never trained. `ranks` send,
-    each its own rows of every tensor that is not named `replicated` (`rows.py`)."""
+    """Slots in order, and the bytes of each bucket, of which the first `frozen` are never trained. Each of `ranks`
+    sends its rows of all but `replicated`."""
 
     slots: tuple[Slot, ...]
     sizes: tuple[int, ...]
@@ -57,7 +54,7 @@ class Plan:
         ranks: int = 1,
         replicated: Collection[str] = (),
     ) -> "Plan":
-        """Lay `specs` out in buckets of at most `bucket_bytes`. Raises ValueError."""
+        """Lay `specs` out in buckets. Raises ValueError."""
         slots: list[Slot] = []
         sizes: list[int] = []
         seen: set[str] = set()
@@ -95,7 +92,7 @@ class Plan:
         return frozenset(slot.spec.name for slot in self.slots if slot.bucket < self.frozen)
 
     def first(self, digest: str) -> int:
-        """The first bucket of the plan of that digest. Raises ValueError."""
+        """The first bucket of the plan with `digest`. Raises ValueError."""
         if digest not in (self.digest, self.trained.digest):
             raise ValueError(f"the plan {digest} of the weights is neither {self.digest} nor {self.trained.digest}")
         return 0 if digest == self.digest else self.frozen

@@ -1,7 +1,5 @@
-"""The probe: a fixed text whose log-probabilities learner and server must agree on.
-
-For a model that sees, a picture comes first, which each end draws: a text alone would not show a wrong tower.
-"""
+"""The probe: a fixed text on whose log-probabilities learner and server must agree. For a model that sees, a picture
+comes first."""
 
 import random
 from collections.abc import Collection, Iterator, Sequence
@@ -18,16 +16,19 @@ from learner.weights.protocol import Probe, ProbeImage
 
 PROBE_TOKENS = 64
 TEXT = ", ".join(map(str, range(1, 65)))
-"""A text every model predicts well: where a token is nearly certain, rounding to bfloat16 changes its log-probability
-little and wrong weights change it much (SmolLM2-135M: 0.005 nat on this text, 0.07 on sums)."""
+"""A text that every model predicts well: rounding to bfloat16 changes its log-probabilities little, wrong weights much
+(SmolLM2-135M: 0.005 nat, on sums 0.07)."""
+ROUNDING = 2.0**-8
+"""Relative error of bfloat16. A trained policy may find the text very unlikely: at -20 nat, correct weights differ by
+0.08 nat."""
 CAPTION = "The left half of the picture is red, the right half is blue. "
 PICTURE = (4, 6)
-"""Height and width in tokens: more than one window of Qwen2.5-VL's tower."""
+"""In tokens; more than one window of Qwen2.5-VL's tower."""
 LEFT, RIGHT = (210, 45, 40), (40, 60, 205)
 
 
 class ShownProbe(NamedTuple):
-    """A probe with a picture. `row`: as the policy's `logprobs_of` takes it."""
+    """A probe with a picture. `row`: for the policy's `logprobs_of`."""
 
     tokens: list[int]
     image: SeenImage
@@ -42,8 +43,7 @@ class ProbedPolicy(Protocol):
 
 
 class Prober:
-    """Decides when a probe is due, equally on every rank, since its forward pass is collective: at the first version
-    published and at multiples of `weights.probe_every`."""
+    """Decides when a probe is due, equally on every rank: its forward pass is collective."""
 
     def __init__(
         self, specs: Sequence[Spec], config: WeightsConfig, seed: int, probe: ShownProbe | Sequence[int] | None
@@ -52,7 +52,7 @@ class Prober:
             rows = next(spec.shape[0] for spec in specs if len(spec.shape) == 2)
             draw = random.Random(seed)
             probe = [draw.randrange(rows) for _ in range(PROBE_TOKENS)]
-        self._probe, self._every, self._tolerance = probe, config.probe_every, config.tolerance
+        self._probe, self._every, self._config = probe, config.probe_every, config
         self._first = True
 
     def due(self, version: int) -> bool:
@@ -62,19 +62,26 @@ class Prober:
     def ask(self, policy: ProbedPolicy) -> Probe:
         if not isinstance(self._probe, ShownProbe):
             tokens = list(self._probe)
-            return Probe(tokens=tokens, logprobs=policy.logprobs_of(tokens), tolerance=self._tolerance)
+            logprobs = policy.logprobs_of(tokens)
+            return Probe(tokens=tokens, logprobs=logprobs, tolerance=tolerance_of(self._config, logprobs))
         tokens, (start, picture), row = self._probe
         height, width, _ = picture.pixels.shape
         image = ProbeImage(start=start, height=height, width=width, digest=picture.digest)
         behind = policy.logprobs_of(row)[start + picture.num_tokens :]
-        return Probe(tokens=tokens, image=image, logprobs=behind, tolerance=self._tolerance)
+        return Probe(tokens=tokens, image=image, logprobs=behind, tolerance=tolerance_of(self._config, behind))
+
+
+def tolerance_of(config: WeightsConfig, logprobs: Sequence[float]) -> float:
+    """Largest mean absolute difference, in nats: what the run file says, or the default and the rounding of `logprobs`
+    in bfloat16."""
+    if config.probe_tolerance is not None:
+        return config.probe_tolerance
+    return config.tolerance + ROUNDING * sum(map(abs, logprobs)) / len(logprobs)
 
 
 def tokens_of(tokenizer: Any, longest: int, text: str = TEXT, without: Collection[int] = ()) -> list[int]:
-    """`text` as at most `longest` tokens; random ones if the tokenizer does not know it.
-
-    A server samples one token more, so `longest` is one less than what every server accepts.
-    """
+    """`text` as at most `longest` tokens; random ones for a tokenizer that does not know it. Servers sample one
+    more."""
     tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)[:PROBE_TOKENS]
     if len(set(tokens)) < PROBE_TOKENS // 8:
         draw, known = random.Random(0), [token for token in range(len(tokenizer)) if token not in without]
@@ -83,7 +90,7 @@ def tokens_of(tokenizer: Any, longest: int, text: str = TEXT, without: Collectio
 
 
 def shown_tokens(tokenizer: Any, longest: int, form: ImageFormat) -> tuple[list[int], SeenImage]:
-    """At most `longest` tokens of a probe with a picture, and the picture. Raises ConfigError."""
+    """Tokens of a probe with a picture, at most `longest`, and the picture. Raises ConfigError."""
     high, wide = (form.side or sides * form.factor for sides in PICTURE)
     picture = draw(form, high, wide)
     before = [form.vision_start, *[form.image_token] * picture.num_tokens, form.vision_end]
@@ -95,14 +102,14 @@ def shown_tokens(tokenizer: Any, longest: int, form: ImageFormat) -> tuple[list[
 
 
 def draw(form: ImageFormat, height: int, width: int) -> Picture:
-    """A red half and a blue one, by arithmetic, so that it is the same everywhere."""
+    """Draw a red half and a blue one by arithmetic, the same everywhere."""
     y, x = np.indices((height, width))
     colours = np.where((x < width // 2)[..., None], LEFT, RIGHT)
     return Picture((colours + ((7 * y + 13 * x) % 41 - 20)[..., None]).astype(np.uint8), form)
 
 
 def images_of(probe: Probe, form: ImageFormat | None) -> list[SeenImage]:
-    """The picture of `probe`, as this server draws it. Raises ValueError unless it is the learner's."""
+    """Draw the picture of `probe`. Raises ValueError unless it is the learner's."""
     if probe.image is None:
         return []
     if form is None:

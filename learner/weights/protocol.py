@@ -1,14 +1,11 @@
-"""The messages of the weights wire, and its sockets. The learner's rank 0 listens (ROUTER), each rollout server
-connects (DEALER).
+"""Messages and sockets of the weights wire. Learner rank 0 listens (ROUTER), each rollout server connects (DEALER).
 
     server:   Join -> ServerWelcome, and once its workers have allocated room: Join -> Joined
-    learner:  Offer -> Ready, then Go; the weights are broadcast; Checksums -> Received; Probe -> Loaded; or Failed
-              instead of any. Checksums and Probe are sent as soon as they are known
+    learner:  Offer -> Ready, then Go and the broadcast; Checksums -> Received; Probe -> Loaded; or Failed instead
     learner:  Cancel: the round is off.   Rejoin: you are not a member
-    server:   Hold, in place of Ready or at any time between rounds; Release ends that
+    server:   Hold, in place of Ready or between rounds; Release ends that
 
-Round numbers grow, across restarts of the learner too. A message about another round is stale and counts as a heartbeat
-only.
+Round numbers grow, also across restarts of the learner. A message about another round is only a heartbeat.
 """
 
 from typing import Annotated
@@ -41,17 +38,15 @@ from buffer.wire.message import (
 
 PROTOCOL = 7
 BEATS = 5
-"""Missed heartbeats after which a peer is taken for dead."""
+"""Missed heartbeats before a peer counts as dead."""
 MAX_BYTES = 64 << 20
 """A ServerWelcome with 10^5 tensors stays below."""
 FROM_SERVERS = {zmq.MAXMSGSIZE: 1 << 16, zmq.RCVHWM: 64, zmq.SNDHWM: 256}
-"""One server may have the learner hold only short messages, and few of them."""
-
-# from a server
+"""Bounds the memory that a server takes from the learner."""
 
 
 class Join(Message):
-    """Admit this server. `session` and `version`: the weights it runs, which are not sent again."""
+    """Admit this server. `session` and `version`: the weights it runs."""
 
     name: Name
     protocol: Count
@@ -70,7 +65,7 @@ class Ready(Message):
 
 
 class Hold(Message):
-    """The server evaluates its version, and takes no newer one until Release."""
+    """The server evaluates: no newer version until Release."""
 
     round: Count
 
@@ -79,14 +74,14 @@ class Release(Message): ...
 
 
 class Received(Message):
-    """All buckets have arrived, and their checksums agree with the learner's."""
+    """All buckets have the learner's checksums."""
 
     round: Count
     span_s: Seconds
 
 
 class Loaded(Message):
-    """The server generates under the new version. `probe`: mean absolute difference of log-probabilities."""
+    """The server generates under the version. `probe`: mean absolute difference of log-probabilities."""
 
     round: Count
     load_s: Seconds
@@ -96,7 +91,7 @@ class Loaded(Message):
 
 
 class Failed(Message):
-    """`fatal`: the weights are wrong, and the server exits."""
+    """`fatal`: the weights are wrong; the server exits."""
 
     round: Count
     reason: Text
@@ -104,9 +99,6 @@ class Failed(Message):
 
 
 class Leave(Message): ...
-
-
-# from the learner
 
 
 class TensorSpec(Message):
@@ -122,7 +114,6 @@ class ServerWelcome(Message):
 
     tensors: Many[TensorSpec]
     frozen: Many[LongName] = Field(default_factory=list)
-    """Names of weights that are sent once."""
     bucket_bytes: Count
     ranks: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
     replicated: Many[LongName] = Field(default_factory=list)
@@ -148,7 +139,7 @@ class Checksums(Message):
 
 
 class ProbeImage(Message):
-    """A picture that both ends draw (`probe.draw`), at the tokens from `start` on."""
+    """A picture at token `start`, which both ends draw (`probe.draw`)."""
 
     start: Count
     height: Count
@@ -157,8 +148,7 @@ class ProbeImage(Message):
 
 
 class Probe(Message):
-    """Fixed tokens and the learner's log-probabilities at temperature 1, of all but the first token, or of those behind
-    the `image`."""
+    """Fixed tokens, and log-probabilities at temperature 1 of all but the first, or of those behind the `image`."""
 
     round: Count = 0
     tokens: Many[Count]
@@ -168,8 +158,7 @@ class Probe(Message):
 
 
 class RankAssignment(Message):
-    """Worker w is rank `offset + w` of `world`; rank 0 sends. Each rank of the learner below `roots` has such a
-    group."""
+    """Worker w is rank `offset + w` of `world`; rank 0 sends. Each learner rank below `roots` has such a group."""
 
     roots: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
     epoch: Count
@@ -180,7 +169,7 @@ class RankAssignment(Message):
 
 
 class Go(Message):
-    """Receive. `source` is the group to enter, or the folder with files to read."""
+    """Receive. `source`: the group to enter, or the folder to read."""
 
     round: Count
     session: Name
@@ -201,7 +190,7 @@ class Rejoin(Message):
 
 
 class JoinRefused(Message):
-    """Final: the server exits with `reason`, which is one line for people."""
+    """Final: the server exits with `reason`."""
 
     reason: Text
 
@@ -213,7 +202,7 @@ class KeepAlive(Message): ...
 
 
 class Staged(Message):
-    """From a worker to its front process: it has received `round`, or `reason` says why not."""
+    """From a worker to its front process, after its round. `reason`: why that failed."""
 
     round: Count
     checksums: Many[Checksum] = Field(default_factory=list)
@@ -222,11 +211,11 @@ class Staged(Message):
     fatal: bool = False
 
 
-# between the learner's ranks that send rows (`sender/mailbox.py`)
+# between the learner's ranks (`sender/mailbox.py`)
 
 
 class SendRows(Message):
-    """From rank 0: send your rows of `version` in the group of `source`."""
+    """From rank 0: send your rows of `version` in the group `source`."""
 
     number: Count
     version: Count
@@ -236,20 +225,20 @@ class SendRows(Message):
 
 
 class GiveUp(Message):
-    """From rank 0: all groups up to `epoch` are given up."""
+    """From rank 0: groups up to `epoch` are given up."""
 
     epoch: Count
 
 
 class RowsBegun(Message):
-    """From another rank: it has the order. A round that fails without this is no server's fault."""
+    """A rank has the order. A round that fails before that is no server's fault."""
 
     rank: Count
     number: Count
 
 
 class RowsSent(Message):
-    """From another rank. `refused`: it does not hold the version."""
+    """`refused`: the rank does not hold the version."""
 
     rank: Count
     number: Count
@@ -258,7 +247,7 @@ class RowsSent(Message):
 
 
 class RowSums(Message):
-    """From another rank: the sums of its rows (`buckets.add_up`)."""
+    """The sums of a rank's rows (`buckets.add_up`)."""
 
     rank: Count
     version: Count
@@ -268,7 +257,7 @@ class RowSums(Message):
     """`[buckets, WORDS]` int64."""
 
 
-# keys admit one role to each end, so these tables are also what each role may say
+# keys admit one role to each end, so these tables are what each may say
 TO_LEARNER: dict[str, type[Message]] = {
     m.__name__: m for m in (Join, Ready, Hold, Release, Received, Loaded, Failed, Leave, KeepAlive)
 }
@@ -289,14 +278,14 @@ def pack(message: Message) -> bytes:
 
 
 def unpack(data: bytes, kinds: dict[str, type[Message]]) -> Message:
-    """Undo `pack`. Raises ValueError for what is not a message of `kinds`."""
+    """Undo `pack`. Raises ValueError."""
     return validate(open_map(data), kinds)
 
 
 def router(
     context: zmq.asyncio.Context, host: str, keys: ServerKeys
 ) -> tuple[zmq.asyncio.Socket, ThreadAuthenticator, str]:
-    """Bind the learner's socket to a free port of `host`; returns socket, authenticator and address."""
+    """Bind the learner's socket to a free port of `host`."""
     socket = context.socket(zmq.ROUTER)
     _limit(socket)
     for option, value in FROM_SERVERS.items():
@@ -313,7 +302,7 @@ def router(
 
 
 def dealer(context: zmq.asyncio.Context, address: str, keys: ClientKeys) -> zmq.asyncio.Socket:
-    """A server's socket, which sends only to a learner with the run's key."""
+    """A server's socket to a learner with the run's key."""
     socket = context.socket(zmq.DEALER)
     _limit(socket)
     identify(socket, keys, address)

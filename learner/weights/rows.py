@@ -1,9 +1,7 @@
-"""Which bytes of which bucket each rank of the learner sends, where each publishes the rows that it owns.
+"""Which bytes of each bucket a rank of the learner sends (docs/design/weights-wire.md).
 
-FSDP2 shards a tensor over its first dimension: of n ranks each has ceil(rows / n) rows, the last ones fewer or none. So
-a rank has one range of bytes of a tensor, and its ranges of a bucket are one message, its share. The ranks' sums give a
-bucket's checksum because a range has the same offset modulo `buckets.ROW` in its share as in its bucket, no row of the
-share has bytes of two ranges, and the padding is zero at both ends.
+The ranks' sums add up to a bucket's checksum because a range has the same offset modulo `buckets.ROW` in share and
+bucket, no row of a share has bytes of two ranges, and the padding is zero.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -20,7 +18,7 @@ from learner.weights.plan import Plan, Slot
 
 
 class RowRange(NamedTuple):
-    """A rank's rows of the tensor `name`: `size` bytes, at `offset` of its share and at `target` of the bucket."""
+    """`size` bytes of tensor `name`, at `offset` of its share and `target` of the bucket."""
 
     name: str
     offset: int
@@ -29,7 +27,7 @@ class RowRange(NamedTuple):
 
 
 class Share(NamedTuple):
-    """What `rank` sends of bucket `bucket`: one message of `size` bytes, whole rows of the checksum."""
+    """What `rank` sends of `bucket` in one message, in whole rows of the checksum."""
 
     bucket: int
     rank: int
@@ -45,19 +43,19 @@ class Share(NamedTuple):
 
 
 def bucket_bytes(config: WeightsConfig, ranks: int) -> int:
-    """Bytes of a bucket of weights that `ranks` ranks send."""
+    """Bytes of a bucket that `ranks` ranks send."""
     return (config.bucket_mib << 20) * min(ranks, LARGER)
 
 
 def rows_of(rows: int, ranks: int, rank: int) -> range:
-    """The rows that `rank` of `ranks` has of a tensor."""
+    """The rows of a tensor that FSDP2 gives `rank`."""
     each = -(-rows // ranks)
     return range(min(rank * each, rows), min((rank + 1) * each, rows))
 
 
 @lru_cache(4)
 def shares_of(plan: Plan) -> tuple[Share, ...]:
-    """All shares, by bucket and then by rank. Rank 0 has one of each bucket, other ranks only where they have rows."""
+    """All shares by bucket and rank. Only rank 0 has one of each bucket."""
     found, sent = [], [0] * plan.ranks
     slots: list[list[Slot]] = [[] for _ in plan.sizes]
     for slot in plan.slots:
@@ -95,7 +93,7 @@ def _rows(target: int, size: int) -> int:
 
 
 class RowPool:
-    """The shares that `rank` sends. `beside`: another pool, which shares its frozen shares."""
+    """The shares that `rank` sends. `beside`: a pool with the same frozen ones."""
 
     def __init__(self, plan: Plan, rank: int, device: torch.device, beside: "RowPool | None" = None) -> None:
         self.plan, self.rank = plan, rank
@@ -116,8 +114,7 @@ class RowPool:
 
     @torch.no_grad()
     def fill(self, weights: Iterable[tuple[str, torch.Tensor]], without: Collection[str] = ()) -> None:
-        """Copy in this rank's rows of all weights but those named `without`. Raises ValueError if they are not the
-        plan's."""
+        """Copy in this rank's rows but `without`. Raises ValueError unless they are the plan's."""
         wanted = {slot.spec.name: slot for slot in self.plan.slots if slot.spec.name not in without}
         views = {
             each.name: memory[each.offset : each.offset + each.size]
@@ -140,7 +137,7 @@ class RowPool:
         return len(rows_of(slot.spec.shape[0], self.plan.ranks, self.rank)), *slot.spec.shape[1:]
 
     def sums(self, first: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
-        """`Allocation.sums` of the buckets from `first` on, on the CPU."""
+        """`Allocation.sums` from bucket `first` on, on the CPU."""
         number, found = len(self.plan.sizes), [share.bucket for share, _ in self._memory if share.bucket >= first]
         held = [each.sums() for each in (*([] if first else [self._frozen]), self._trained) if each]
         rows, columns = (torch.cat([one[at].cpu() for one in held]) if held else None for at in (0, 1))
@@ -158,12 +155,12 @@ def _allocate(shares: list[Share], device: torch.device) -> Allocation | None:
 
 
 def scratch_bytes(plan: Plan) -> int:
-    """Bytes of each buffer in which a worker receives shares; 0 where one rank sends."""
+    """Bytes of a worker's buffer for shares; 0 for one rank."""
     return max(share.size for share in shares_of(plan)) if plan.ranks > 1 else 0
 
 
 def receive(weights: Buckets, channels: WorkerChannels, first: int) -> Iterator[int]:
-    """Fill the buckets of `weights` from `first` on. Yields as `channel.broadcast_in_turn`."""
+    """Fill the buckets from `first` on. Yields as `broadcast_in_turn`."""
     shares = [(number, share) for number, share in enumerate(shares_of(weights.plan)) if share.bucket >= first]
     ends = {share.bucket: index for index, (_, share) in enumerate(shares)}
     messages = [weights.scratch[index % 2][: share.size] for index, (_, share) in enumerate(shares)]

@@ -1,8 +1,5 @@
-"""A staging copy of those parts of the weights that one worker loads: its rows and columns, not whole tensors.
-
-Buckets arrive whole, since a broadcast has the same bytes for all workers. Each is checksummed, and its regions are
-copied out, before later buckets overwrite it.
-"""
+"""A staging copy of the rows and columns that one worker loads. Buckets arrive whole; their regions are copied out
+before later buckets overwrite them."""
 
 from collections.abc import Collection, Iterable, Iterator
 from itertools import accumulate
@@ -19,8 +16,8 @@ Copies = list[tuple[list[torch.Tensor], list[torch.Tensor]]]
 
 
 class Region(NamedTuple):
-    """A part of the published tensor `name`: a view, in elements. Half of the columns of an 8 x 4 matrix are
-    `Region("w", 2, (8, 2), (4, 1))`."""
+    """A view of the tensor `name`, in elements. Half of the columns of an 8 x 4 matrix: `Region("w", 2, (8, 2), (4,
+    1))`."""
 
     name: str
     offset: int
@@ -42,7 +39,7 @@ def staged_bytes(plan: Plan, regions: Iterable[Region]) -> int:
 
 
 def arrival_bytes(plan: Plan, scratch: int) -> int:
-    """Bytes of the buffers for buckets and for shares of `scratch` bytes."""
+    """Bytes of the buffers for buckets and shares."""
     return _turns(scratch) * max(plan.sizes) + 2 * scratch
 
 
@@ -78,7 +75,7 @@ class SlicedCopy:
                 yield region, part
 
     def _copies_of(self, bucket: int) -> Copies:
-        """torch fuses a list on a GPU if all of it is dense and has one dtype."""
+        """On a GPU torch fuses a list that is dense and of one dtype."""
         groups: dict[tuple[torch.dtype, bool], tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for region, part in zip(self.regions, self._parts, strict=True):
             slot = self._slots[region.name]
@@ -96,7 +93,7 @@ class SlicedCopy:
 
 
 def _turns(scratch: int) -> int:
-    """One buffer is enough where shares arrive in buffers of their own."""
+    """Shares arrive in buffers of their own."""
     return 1 if scratch else 2
 
 

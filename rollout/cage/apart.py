@@ -1,10 +1,10 @@
 """Episodes in processes of their own: a user's program, or a function that is not `async`.
 
-    worker                     guard (one per episode)          the user's function or program
-    run_apart  <-- result ---  waits; kills all below it  <---  its result, or its output
+    worker                 guard (one per episode)        the user's function or program
+    run_apart  <-result--  waits; kills all below it  <-  its result, or its output
 
-Guard and program are forks of the worker and start in milliseconds. The guard is a subreaper. If it is killed, the
-program dies with it, and the warden kills the rest.
+Guard and program are forks of the worker. The guard is a subreaper; if it is killed, the program dies with it, and the
+warden kills the rest.
 """
 
 import asyncio
@@ -36,13 +36,13 @@ from rollout.cage.warden import (
 
 TAIL_BYTES = 2**16
 Program = Callable[[int], object]
-"""Gets a file descriptor to write to, and may end in any way."""
+"""Writes to a file descriptor, and may end in any way."""
 
 
 @dataclass(frozen=True)
 class Apart:
-    """How a program is run. `memory`: the limit as text. `echo`: all output is printed, and only its last part is kept.
-    `files`: the worker's files that stay open."""
+    """How a program runs. `memory`: the limit as text. `echo`: print all output, keep only its end. `files`: the
+    worker's files to keep open."""
 
     name: str
     memory: str
@@ -51,7 +51,7 @@ class Apart:
 
 
 async def run_apart(how: Apart, program: Program) -> bytes:
-    """What `program` wrote, once all that it started has ended. Raises ToldError."""
+    """Return what `program` wrote, once all that it started has ended. Raises ToldError."""
     ours, theirs = socket.socketpair()
     worker = os.getpid()
     guard = os.fork()
@@ -83,7 +83,6 @@ async def run_apart(how: Apart, program: Program) -> bytes:
 
 
 def heard(name: str, said: bytes) -> bytes:
-    """What the guard said."""
     try:
         origin, text = msgpack.unpackb(said)
     except BAD_BYTES:
@@ -94,14 +93,13 @@ def heard(name: str, said: bytes) -> bytes:
 
 
 def close_all_but(kept: set[int]) -> None:
-    """Close the files that this process has of its parent."""
     for fd in set(map(int, os.listdir("/proc/self/fd"))) - kept:
         with suppress(OSError):
             os.close(fd)
 
 
 class Exceeded(Exception):
-    """The warden saw the episode exceed a limit."""
+    """The warden signalled an exceeded limit."""
 
 
 def _guard(how: Apart, worker: socket.socket, parent: int, program: Program) -> NoReturn:
@@ -129,7 +127,7 @@ def _guard(how: Apart, worker: socket.socket, parent: int, program: Program) -> 
     signal.signal(OUT_OF_MEMORY, signal.SIG_IGN)
     signal.signal(TOO_MANY, signal.SIG_IGN)
     kill_all(child)
-    while said.read():  # all who could write are gone
+    while said.read():  # all writers are gone
         pass
     if said.too_long:
         origin, reason = "unanswerable", f"returned more than the {MAX_BYTES // 2**20} MiB of a message"
@@ -201,7 +199,6 @@ def _become_program(guard: int, program: Program, said_fd: int) -> NoReturn:
 
 
 def write_all(fd: int, data: bytes) -> None:
-    """Write all of it, however long that takes."""
     left = memoryview(data)
     while left:
         left = left[os.write(fd, left) :]

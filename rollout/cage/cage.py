@@ -1,4 +1,4 @@
-"""Calls and episodes of a user's function in worker processes that are kept alive."""
+"""Runs a user's function in workers that are kept alive."""
 
 import asyncio
 import logging
@@ -18,12 +18,11 @@ from rollout.errors import ChatRefused
 log = logging.getLogger(__name__)
 Generate = Callable[..., Awaitable[Any]]
 ATTEMPTS = 3
-"""Workers that may end before a call starts."""
 MAX_BACKOFF_S = 30.0
 
 
 class CallOnServer:
-    """A call as the server sees it; `done`: its "ended" message, or the end of its worker."""
+    """A call as the server sees it. `done`: its "ended" message, or its worker's end."""
 
     def __init__(
         self, number: int, message: bytes, generate: Generate | None, on_worker: Callable[[bool], object]
@@ -75,9 +74,8 @@ class CallOnServer:
 class Cage:
     """An async context manager over worker processes.
 
-    Entering raises Unloadable if the function cannot be loaded. The time limit of a call counts from its start on a
-    worker. A worker that ends is replaced. Only the call whose code ran fails, and the others are returned; where that
-    call is unknown, all fail.
+    Entering raises Unloadable. A call's time counts from its start on a worker. A worker that ends is replaced: only
+    the call whose code ran fails, and the others are returned; if that call is unknown, all fail.
     """
 
     def __init__(self, function: CagedFunction, workers: int = 1) -> None:
@@ -112,10 +110,10 @@ class Cage:
     async def call(
         self, *arguments: Any, generate: Generate | None = None, on_worker: Callable[[bool], object] = bool
     ) -> Any:
-        """Call the function with these plain values.
+        """Call the function with plain values.
 
-        Raises CagedError, and any exception of `generate` that the episode did not handle. A cancelled call that does
-        not end within `grace_s` is killed. `on_worker(False)`: the worker lost the call before it began.
+        Raises CagedError, and any exception of `generate` that the episode did not handle. A cancelled call is killed
+        after `grace_s`. `on_worker(False)`: the worker lost the call before it began.
         """
         number = next(self._numbers)
         try:
@@ -220,17 +218,17 @@ class Cage:
                     call = worker.calls.get(number)
                     if call and not call.on_message(verb, *rest):
                         worker.spoil()
-                    elif call and call.done.cancelled():  # it was cancelled
+                    elif call and call.done.cancelled():
                         self._leave(call)
                 case _:
                     worker.spoil()
         end, calls = await worker.ended(), [*worker.calls.values()]
         self._workers.remove(worker)
         worker.calls.clear()
-        if not worker.runs_many:  # they were made in order
+        if not worker.runs_many:  # calls ran in order
             guilty = [call.number for call in calls if worker.spoilt or call.place == end.started]
             end = replace(end, current=guilty[0] if guilty else 0)
-        if worker.about is None and not error and not (first and "SIGKILL" in end.how):  # that may be an accident
+        if worker.about is None and not error and not (first and "SIGKILL" in end.how):  # SIGKILL may be an accident
             reason = f"{self.function.name} cannot be loaded: it {end.how}"
             error = CagedError(reason, "unloadable", end.output)
         if error:
@@ -265,5 +263,4 @@ class Cage:
 
 
 def detail(trace: str, output: str) -> str:
-    """A failure's note: the traceback and what was printed last."""
     return f"{trace.rstrip()}\n--- last output ---\n{output}" if output and trace else trace or output

@@ -1,4 +1,4 @@
-"""The words of a failure: one bounded line, and the traceback of users' frames."""
+"""Describes failures: one bounded line, and the traceback of users' frames."""
 
 import traceback
 from typing import Any
@@ -10,7 +10,7 @@ REASON_CHARS = 500
 
 
 class ToldError(Exception):
-    """A failure in another process, which has put it into words."""
+    """A failure described by another process."""
 
     def __init__(self, origin: str, reason: str, trace: str = "", permanent: bool = False) -> None:
         super().__init__(reason)
@@ -18,7 +18,6 @@ class ToldError(Exception):
 
 
 def describe_error(name: str, error: BaseException) -> tuple[str, str, str]:
-    """Origin, reason and traceback of what the function `name` raised."""
     if isinstance(error, ToldError):
         return error.origin, one_line(error.reason), error.trace
     if isinstance(error, SystemExit):
@@ -31,19 +30,17 @@ def describe_error(name: str, error: BaseException) -> tuple[str, str, str]:
 
 
 def is_ours(error: BaseException) -> bool:
-    """Whether the class is Headrace's, not a user's."""
     module = type(error).__module__
     return module.startswith("rollout.") and not module.startswith(PREFIX)
 
 
 def describe_load_error(name: str, error: BaseException) -> tuple[str, str]:
-    """Reason and traceback of a loader that failed; its ValueError says what is wrong by itself."""
+    """Return reason and traceback; a loader's ValueError needs no prefix."""
     how = _text(error) if type(error) is ValueError else f"{name} cannot be loaded: {exception_text(error)}"
     return one_line(how), user_frames(error)
 
 
 def exception_text(error: BaseException) -> str:
-    """Example: `KeyError: 'target'`."""
     text = _text(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
@@ -56,14 +53,13 @@ def _text(value: object, how: Any = str) -> str:
 
 
 def one_line(text: str) -> str:
-    """One line of bounded length that any encoding can carry."""
+    """Bound the text to one line that any encoding can carry."""
     line = " ".join(text[: 4 * REASON_CHARS].split())
     line = line if len(line) <= REASON_CHARS else line[: REASON_CHARS - 4] + " ..."
     return line.encode(errors="backslashreplace").decode()
 
 
 def user_frames(error: BaseException) -> str:
-    """The traceback, without the frames of the cage."""
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_globals.get("__name__", "").startswith("rollout.cage."):
         frames = frames.tb_next

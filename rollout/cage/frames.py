@@ -1,4 +1,4 @@
-"""Messages between server, warden and worker: MessagePack of plain values on a socket."""
+"""Messages between server, warden and worker: MessagePack on a socket."""
 
 from numbers import Number
 from typing import Any
@@ -6,15 +6,15 @@ from typing import Any
 import msgpack
 
 MAX_BYTES = 32 * 2**20
-"""A trajectory of 500,000 tokens takes about 12 MiB."""
+"""500,000 tokens take about 12 MiB."""
 BAD_BYTES = (ValueError, TypeError, OverflowError, msgpack.UnpackException)
-"""Raised for bytes that are no message: users' code may write to the socket."""
+"""For bytes that are no message: users' code may write to the socket."""
 
 
 def encode(message: Any) -> bytes:
-    """Bytes of a message; numpy's values, decimals and fractions count as plain.
+    """Encode plain values, including numpy's, decimals and fractions.
 
-    Raises TypeError, ValueError or OverflowError, and what users' own classes raise.
+    Raises TypeError, ValueError or OverflowError, and what users' classes raise.
     """
     body: bytes = msgpack.packb(message, default=plain)
     if len(body) > MAX_BYTES:
@@ -23,7 +23,6 @@ def encode(message: Any) -> bytes:
 
 
 def plain(value: Any) -> Any:
-    """A plain value for one of numpy, or a number of another kind."""
     if isinstance(value, int):
         raise OverflowError("an integer of more than 64 bits")
     if isinstance(value, Number) and not isinstance(value, complex) and not hasattr(value, "tolist"):
@@ -34,5 +33,4 @@ def plain(value: Any) -> Any:
 
 
 def unpacker(unicode_errors: str = "strict") -> msgpack.Unpacker:
-    """Takes bytes with `feed`, and yields the messages that are complete."""
     return msgpack.Unpacker(strict_map_key=False, max_buffer_size=2 * MAX_BYTES, unicode_errors=unicode_errors)

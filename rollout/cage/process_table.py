@@ -1,4 +1,4 @@
-"""The processes of this machine, from /proc."""
+"""This machine's processes, from /proc."""
 
 import mmap
 import os
@@ -13,12 +13,12 @@ STOP_S = 1.0
 def kill_below(root: int, children: dict[int, list[int]]) -> None:
     """Kill `root`, unless it is this process, and all below it."""
     for pid in {root, *below(root, children)} - {os.getpid()}:
-        with suppress(ProcessLookupError, PermissionError):  # one that has become another user's is left
+        with suppress(ProcessLookupError, PermissionError):  # another user's process is left
             os.kill(pid, signal.SIGKILL)
 
 
 def children_of_all() -> dict[int, list[int]]:
-    """All processes by their parents, from /proc; those that ended but were not waited for do not count."""
+    """Return each process's children, without zombies."""
     children: dict[int, list[int]] = {}
     for name in os.listdir("/proc"):
         if name.isdigit():
@@ -29,7 +29,6 @@ def children_of_all() -> dict[int, list[int]]:
 
 
 def below(root: int, children: dict[int, list[int]]) -> list[int]:
-    """The processes below `root`."""
     found = list(children.get(root, []))
     for pid in found:  # grows meanwhile
         found += children.get(pid, [])
@@ -37,7 +36,7 @@ def below(root: int, children: dict[int, list[int]]) -> list[int]:
 
 
 def state_and_parent(pid: int) -> tuple[str, int]:
-    """State as in proc(5), empty if the process has ended."""
+    """Return state (proc(5)) and parent; "" for an ended process."""
     with suppress(OSError), open(f"/proc/{pid}/stat", "rb") as stat:
         state, parent = stat.read().rpartition(b")")[2].split(None, 2)[:2]
         return state.decode(), int(parent)
@@ -46,8 +45,7 @@ def state_and_parent(pid: int) -> tuple[str, int]:
 
 @contextmanager
 def stopped(root: int) -> Iterator[list[int]]:
-    """The processes below `root`, stopped in the block, one after the other until a look finds no new one. A descriptor
-    holds each, so that a later process with the same number is never meant."""
+    """Stop the processes below `root`, repeating until none is new. Descriptors guard against reused numbers."""
     held: dict[int, int] = {}
     ours: list[int] = []
     until, found = time.monotonic() + STOP_S, below(root, children_of_all())
@@ -73,7 +71,7 @@ def stopped(root: int) -> Iterator[list[int]]:
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Memory that no file backs; 0 if the process ended."""
+    """Return memory without files; 0 for an ended process."""
     with suppress(OSError, IndexError), open(f"/proc/{pid}/statm", "rb") as statm:
         numbers = statm.read().split()
         return (int(numbers[1]) - int(numbers[2])) * mmap.PAGESIZE

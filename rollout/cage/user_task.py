@@ -1,7 +1,4 @@
-"""A user's task in worker processes: problems, completions and trajectories travel as plain values, images as files.
-
-`UserTask` is the server's end. `load_episode` and what it returns run in a worker (`worker_task.py`).
-"""
+"""A user's task in workers: problems, completions and trajectories travel as plain values, images as files."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Sequence
@@ -26,14 +23,14 @@ SENT = ("row", "prompt", "max_tokens")
 Plain = Callable[..., Awaitable[dict[str, Any]]]
 
 OWN_PROCESSES, SAMPLE_PROCESSES, HOSTED_PROCESSES = 256, 1, 8
-"""A worker's own processes, and those for each sample of a function and of an environment."""
+"""Processes of a worker itself, and per sample of a function or an environment."""
 ATTRIBUTES = tuple(vars(Trajectory([])))
 
 
 class UserTask:
-    """The task that `rollout.task` names, around its workers. A call is one episode.
+    """The task that `rollout.task` names. A call is one episode.
 
-    Raises ValueError on entering, and CagedError for an episode without result.
+    Entering raises ValueError, an episode without result CagedError.
     """
 
     def __init__(self, config: Config, sessions: "Sessions", log: Path | None = None) -> None:
@@ -96,7 +93,6 @@ class UserTask:
 
 
 def caged_task(config: Config, log: Path | None) -> CagedFunction:
-    """How the workers of `rollout.task` get it, and their limits."""
     rollout, agent, environment = config.rollout, config.rollout.agent, config.rollout.environment
     memory = f"rollout.task_memory_gib ({rollout.task_memory_gib:g} GiB)"
     plain = config.model_dump(mode="json")
@@ -123,7 +119,7 @@ def caged_task(config: Config, log: Path | None) -> CagedFunction:
 
 
 class ShownImages:
-    """Images of one episode, decoded once each: every turn sends them all."""
+    """Images of one episode, decoded once although every turn sends them all."""
 
     def __init__(self, form: ImageFormat | None) -> None:
         self.form = form
@@ -155,7 +151,7 @@ def trajectory_of(name: str, values: Any) -> Trajectory:
 
 
 def load_episode(task: Callable[..., Awaitable[Any]], model: dict[str, Any], data: dict[str, Any]) -> Plain:
-    """In a worker: a task that makes a trajectory, as a function of plain values."""
+    """In a worker: wrap a task that makes a trajectory as a function of plain values."""
 
     @cache
     def tokenizer() -> Any:
@@ -193,11 +189,9 @@ def load_episode(task: Callable[..., Awaitable[Any]], model: dict[str, Any], dat
 
 
 def images_of(problem: Problem) -> list[PlacedImage]:
-    """The images of the prompt, from the row's files."""
     form = problem.format
     return place(problem.prompt, [decode(data, form) for data in problem.row.get("images", ())]) if form else []
 
 
 def files(images: Sequence[PlacedImage]) -> list[tuple[int, bytes]]:
-    """What travels of images that the task shows."""
     return [(image.start, image.data) for image in images]

@@ -1,8 +1,8 @@
-"""The warden: the parent process of one worker, which enforces its limits and leaves nothing of it behind.
+"""The parent process of one worker: enforces its limits and leaves nothing of it behind.
 
-As the child subreaper it inherits even processes that left their session or lost their parent. It shares no GIL with
-users' code. The memory limit is on anonymous memory: RLIMIT_AS would count address space that CUDA, Java or a thread
-pool only reserve. RLIMIT_DATA at twice the limit stops allocations that are faster than the watch.
+As subreaper it inherits even processes that left their session or lost their parent. It shares no GIL with users' code.
+The memory limit is on anonymous memory: RLIMIT_AS would count address space that CUDA, Java or thread pools only
+reserve. RLIMIT_DATA at twice the limit stops allocations faster than the watch.
 """
 
 import mmap
@@ -30,25 +30,25 @@ LINE_BYTES = 2**16
 LOG_BYTES = 2**20
 WATCH_S = 0.2
 SCAN_INTERVAL_PER_COST = 20
-"""Reading the process table may take one part in 20 of a core."""
+"""Reading the process table takes at most 1/20 of a core."""
 MAX_PROCESSES = 256
-"""Most processes of one episode apart. RLIMIT_NPROC would count all processes of the user."""
+"""Most processes of one episode apart; RLIMIT_NPROC would count all of the user's."""
 OUT_OF_MEMORY, TOO_MANY = signal.SIGUSR1, signal.SIGUSR2
 STOPPED_S = 1.0
-"""A wait that ends so much late means that this process was stopped."""
+"""A wait so much longer means that this process was stopped."""
 KILL_S = 5.0
-"""Longest wait: a process that is stuck in the kernel is left to init."""
+"""Processes stuck in the kernel are left to init after this time."""
 DUMP_SIGNAL = signal.SIGRTMAX - 3
 DUMP_S = 0.5
 KILLED, TOO_MANY_PROCESSES = "its process was killed", "started too many processes; all of them were killed"
 
 DEADLINE, CURRENT, STARTED, APART = range(4)
-"""Indices in CallState: `time.monotonic()` by which the call must be over (0: no call), the call whose code runs, the
-calls started, whether episodes run in processes of their own."""
+"""Indices in CallState: deadline in `time.monotonic()` (0: no call), the call whose code runs, calls started, whether
+episodes run apart."""
 
 
 class CallState:
-    """Numbers in memory that worker and warden share."""
+    """Numbers that worker and warden share."""
 
     def __init__(self) -> None:
         self._numbers = memoryview(mmap.mmap(-1, mmap.PAGESIZE)).cast("d")
@@ -61,7 +61,7 @@ class CallState:
 
 
 class Warden:
-    """Watches one worker until it ends, and sends the server the reason."""
+    """Watches one worker and reports why it ended."""
 
     def __init__(self, function: CagedFunction, worker: int, status: socket.socket, capture: int, state: CallState):
         self.function, self.worker, self.status, self.capture, self.state = function, worker, status, capture, state
@@ -75,7 +75,7 @@ class Warden:
         self._measure_at = self._scan_at = self._stop_at = 0.0
         self._begun = b""
         self._processes: dict[int, list[int]] = {}
-        """All processes under 0, or those of an episode apart under its guard."""
+        """All under 0, or those of an episode apart under its guard."""
         self._settled: set[int] = set()
 
     @property
@@ -102,7 +102,7 @@ class Warden:
         self._tell([origin, how, started, current, self._output()])
 
     def _wait(self, until: float) -> set[int]:
-        """A stop of this process, as of a whole container, puts the deadline off: the worker was stopped too."""
+        """A stop of this process, as of a container, moves the deadline: the worker was stopped too."""
         began = time.monotonic()
         wait_s = max(0.0, until - began)
         ready = {fd for fd, _ in self._poll.poll(wait_s * 1000)}
@@ -122,7 +122,7 @@ class Warden:
         return None if asked else ("died", "was running when its process got a signal to end")
 
     def _reap(self) -> tuple[str, str]:
-        """Does not wait for the worker yet: its process group cannot be another's meanwhile."""
+        """Leaves a zombie: no other process can get its group's number."""
         return "died", exit_text(os.waitid(os.P_PID, self.worker, os.WEXITED | os.WNOWAIT))
 
     def _judge(self) -> tuple[str, str] | None:
@@ -153,8 +153,8 @@ class Warden:
         return None
 
     def _held_bytes(self, guard: int, processes: list[int], now: float) -> int:
-        """Pages that forks share count once where that decides. To read them while processes fork takes seconds: unless
-        they have settled, they are stopped for it."""
+        """Shared pages count once where that decides. Reading them while processes fork takes seconds: unless they have
+        settled, they are stopped."""
         held = [anonymous_bytes(pid) for pid in processes]
         if not 0 < self.memory < sum(held) or len(held) < 2:
             return sum(held)
@@ -197,7 +197,7 @@ class Warden:
             wait_s = 0.02
 
     def _drain(self, times: int = 1) -> bool:
-        """Whether anybody is left who could print."""
+        """Return whether anybody could still print."""
         for _ in range(times):
             try:
                 data = os.read(self.capture, 2**20)
@@ -242,7 +242,6 @@ def shown(printed: bytes) -> str:
 
 
 def exit_text(ended: os.waitid_result | None) -> str:
-    """How a process ended."""
     code = ended.si_status if ended else 0
     if ended and ended.si_code == os.CLD_EXITED:
         return f"ended its process (exit code {code})"
@@ -251,7 +250,7 @@ def exit_text(ended: os.waitid_result | None) -> str:
 
 
 def kill_all(group: int) -> None:
-    """Kill every process below this one. Killing the `group` is atomic, also against a fork bomb."""
+    """Kill all processes below this one. Killing the `group` is atomic, even against a fork bomb."""
     until = time.monotonic() + KILL_S
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(group, signal.SIGKILL)
@@ -266,12 +265,11 @@ def kill_all(group: int) -> None:
 
 
 def memory_limit(function: CagedFunction) -> str:
-    """The limit with its key."""
     return f"{function.prefix}memory_gib ({function.memory_gib:g} GiB)"
 
 
 def main(control_fd: int, status_fd: int, server: int) -> tuple[CagedFunction, socket.socket, CallState]:
-    """Fork the worker, in which this returns; the process itself stays as its warden."""
+    """Fork the worker, in which this returns; the process itself becomes its warden."""
     adopt_orphans()
     end_with_parent(signal.SIGTERM)
     control, status, frames = socket.socket(fileno=control_fd), socket.socket(fileno=status_fd), unpacker()
@@ -294,7 +292,7 @@ def main(control_fd: int, status_fd: int, server: int) -> tuple[CagedFunction, s
     conceal(function.concealed)
     try:
         Warden(function, worker, status, capture, state).run()
-    except BaseException:  # without a reason the server knows that the warden was lost
+    except BaseException:  # an end without a reason means a lost warden
         with suppress(ChildProcessError, ProcessLookupError, PermissionError):
             os.waitid(os.P_PID, worker, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             os.killpg(worker, signal.SIGKILL)
@@ -302,8 +300,8 @@ def main(control_fd: int, status_fd: int, server: int) -> tuple[CagedFunction, s
 
 
 def _outlive_sigterm() -> None:
-    """Schedulers send SIGTERM to all processes of a job, but calls end in the drain of the server. Processes that
-    users' code forks end by SIGTERM as usual."""
+    """Ignore SIGTERM, which schedulers send to all processes of a job: the server's drain ends calls. Forks of users'
+    code end by it."""
     masks = threading.local()
 
     def ignore(*_: object) -> None:
@@ -337,4 +335,4 @@ def _become_worker(function: CagedFunction, warden: int, printing: int) -> None:
     if function.memory_gib:
         resource.setrlimit(resource.RLIMIT_DATA, (int(function.memory_gib * 2**31),) * 2)
     with suppress(OSError), open("/proc/self/oom_score_adj", "w") as score:
-        score.write("1000")  # when memory runs out, the kernel takes this process first
+        score.write("1000")  # when memory runs out, the kernel kills this process first

@@ -1,4 +1,4 @@
-"""In a worker process: load the user's function, then run its calls or episodes, as the server sends them.
+"""In a worker process: loads the user's function and runs calls or episodes that the server sends.
 
     server -> worker   ["call", number, arguments]   ["cancel", number]
                        ["generated", request, completion]   ["refused", request, reason, permanent, code of ChatRefused]
@@ -6,8 +6,7 @@
                        ["ended", number, origin or "value", reason or value, traceback, permanent, refused request]
                        ["generate", number, request, tokens, options]   ["stop", number, request]
 
-The event loop moves the deadline ahead while it runs, so the warden finds a blocked one; CallState says whose code
-runs.
+The running event loop moves the deadline ahead, so the warden finds a blocked one.
 """
 
 import asyncio
@@ -32,14 +31,13 @@ from rollout.cage.warden import APART, CURRENT, DEADLINE, DUMP_SIGNAL, STARTED, 
 from rollout.errors import ChatRefused, EngineError, first_error
 
 AHEAD_S, MOST_AHEAD = 0.005, 8
-"""To wake two processes for each short call would cost more than the call."""
+"""Waking two processes would cost more than a short call."""
 FAILED_CALL_S = 1.0
-"""A failed call of `generate` costs an episode at most so much of its time: refused calls cannot go on for ever."""
+"""Most time that a failed `generate` costs an episode, so refused calls cannot go on for ever."""
 _number: ContextVar[int] = ContextVar("number", default=0)
 
 
 def work(function: CagedFunction, control: socket.socket, state: CallState) -> None:
-    """Serve one worker process from loading to its end."""
     faulthandler.enable(2)
     faulthandler.register(DUMP_SIGNAL, 2, all_threads=True)
     home = os.getpid()
@@ -81,16 +79,14 @@ def serve_calls(function: CagedFunction, control: socket.socket, state: CallStat
 
 
 def value_message(name: str, number: int, value: Any) -> bytes:
-    """The end of a call that returned `value`."""
     try:
         return encode(["ended", number, "value", value, "", False, 0])
-    except BaseException as error:  # users' own classes run here
+    except BaseException as error:  # users' classes run here
         how = f"{name} returned a result of type {type(value).__name__} that cannot be sent: {exception_text(error)}"
         return encode(["ended", number, "unanswerable", one_line(how), "", False, 0])
 
 
 def failure_message(name: str, number: int, error: BaseException) -> bytes:
-    """The end of a call that raised `error`."""
     cause = first_error(error)
     permanent, request = (attribute(cause, each) for each in ("permanent", "refused_request"))
     known = permanent is True, request if type(request) is int else 0
@@ -98,7 +94,6 @@ def failure_message(name: str, number: int, error: BaseException) -> bytes:
 
 
 def attribute(error: BaseException, name: str) -> object:
-    """None where a user's own class computes it and raises."""
     try:
         return getattr(error, name, None)
     except Exception:
@@ -106,13 +101,13 @@ def attribute(error: BaseException, name: str) -> object:
 
 
 def leave_fork(home: int) -> None:
-    """End this process if users' code forked it."""
+    """End a process that users' code forked."""
     if os.getpid() != home:
         os._exit(0)
 
 
 class RunningEpisode:
-    """One episode, and the time that it may still spend outside of `generate`."""
+    """One episode. `left_s`: its time left outside of `generate`."""
 
     def __init__(self, number: int, left_s: float, expire: Callable[["RunningEpisode"], None]) -> None:
         self.number, self.left_s, self.expire, self.answered, self.generating = number, left_s, expire, False, 0
@@ -184,7 +179,7 @@ class EpisodeServer:
         self._cancel(episode, self.loop.time() + self.function.grace_s)
 
     def _cancel(self, episode: RunningEpisode, until: float) -> None:
-        """Where users' code does not end in time, the worker ends, by the fault of this episode alone."""
+        """If users' code does not end in time, the worker ends, by the fault of this episode alone."""
         if episode.number not in self.episodes:
             return
         if self.loop.time() >= until:
@@ -243,7 +238,7 @@ class EpisodeServer:
 
 @Coroutine.register
 class RecordedSteps:
-    """A coroutine; while its code runs, CallState says that episode `number` runs."""
+    """A coroutine that marks its episode in CallState while it runs."""
 
     def __init__(self, coroutine: Coroutine[Any, Any, Any], state: CallState, number: int) -> None:
         self.coroutine, self.state, self.number = coroutine, state, number

@@ -15,7 +15,6 @@ from rollout.cage import CagedFunction
 from rollout.cage.frames import BAD_BYTES, encode, unpacker
 
 KILL_S = 10.0
-"""The warden has so long to kill its worker."""
 OUTPUT_S = 2.0
 START = f"""import sys
 sys.path[:] = sys.argv[4:]
@@ -24,16 +23,16 @@ from rollout.cage.warden import main
 worker = main(*map(int, sys.argv[1:4]))
 from rollout.cage.worker_loop import work
 work(*worker)"""
-"""The program of a warden and its worker. multiprocessing's workers would import the server's `__main__`."""
+"""Starts a warden and its worker; multiprocessing's workers would import the server's `__main__`."""
 
 
 @dataclass(frozen=True)
 class WorkerEnd:
-    """How a worker ended. `started`: its calls. `current`: the call whose code ran (0: none)."""
+    """How a worker ended. `started`: number of calls. `current`: the call whose code ran (0: none)."""
 
     origin: str = "died"
     how: str = "was running when its process and that process's warden were lost"
-    started: float = float("inf")  # unknown: every call counts as begun, and is not repeated
+    started: float = float("inf")  # unknown: every call counts as begun and is not repeated
     current: int = 0
     output: str = ""
 
@@ -44,11 +43,10 @@ class WorkerProcess:
     def __init__(self, function: CagedFunction) -> None:
         self.function = function
         self.about: dict[str, Any] | None = None
-        """The loaded function's attribute; None until it is loaded."""
         self.calls: dict[int, Any] = {}
         self.sent = 0
         self.ahead = 1
-        """Calls that may be sent at once to run one after another."""
+        """Calls that may be sent ahead."""
         self.spoilt = False
         self.stopping = False
         self.end: asyncio.Future[WorkerEnd] = asyncio.get_running_loop().create_future()
@@ -93,13 +91,13 @@ class WorkerProcess:
         return self.function.max_calls is not None and self.sent >= self.function.max_calls
 
     def send(self, message: Any) -> None:
-        """A message for a worker that has ended is lost."""
+        """Lost if the worker has ended."""
         frame = message if isinstance(message, bytes) else encode(message)
         if not self.stopping and not self._writer.is_closing():
             self._writer.write(frame)
 
     async def receive(self) -> Any:
-        """None once the worker has ended, or closed or spoilt its connection."""
+        """Return None if the worker has ended, or closed or spoilt its connection."""
         while not self.spoilt:
             try:
                 for message in self._frames:
@@ -157,13 +155,13 @@ class WorkerProcess:
         self._process.kill()
         try:
             await asyncio.to_thread(self._process.wait)
-        finally:  # also where no thread is left: calls wait for the end
+        finally:  # even if no thread is left: calls wait for the end
             self._requests.close()
             self.end.set_result(end)
         for asked in self._asked:
             if not asked.done():
                 asked.set_result(end.output)
-        # What the worker sent last is still to be read.
+        # Its last messages are still to be read.
         asyncio.get_running_loop().call_later(self.function.grace_s, self._writer.transport.abort)
 
     async def ended(self) -> WorkerEnd:

@@ -1,4 +1,4 @@
-"""In a worker: load a user's task. Only a task of (problem, generate) needs NumPy and pydantic, which import slowly."""
+"""In a worker: loads a user's task. NumPy and pydantic, which import slowly, are only for (problem, generate)."""
 
 import os
 from collections.abc import Awaitable, Callable
@@ -11,8 +11,6 @@ Plain = Callable[..., Awaitable[dict[str, Any]]]
 
 
 def load_conversation(task: Callable[..., Awaitable[Any]]) -> Plain:
-    """In a worker: a task that sends messages, as a function of plain values."""
-
     async def converse(values: dict[str, Any], call: Plain) -> Any:
         async def chat(messages: Any, tools: Any = None, max_tokens: int | None = None) -> dict[str, Any]:
             return await call(messages, tools=tools, max_tokens=max_tokens)
@@ -23,7 +21,7 @@ def load_conversation(task: Callable[..., Awaitable[Any]]) -> Plain:
 
 
 def load(name: str, model: dict[str, Any], data: dict[str, Any], memory: str) -> Plain:
-    """In a worker: the task `name`, as a function of plain values. Raises ValueError."""
+    """Raises ValueError."""
     before = open_files()
     task = load_task(name)
     how = convention(name, task)

@@ -1,8 +1,7 @@
-"""The exact tokens of one episode of chat: a forest of turns, and the trajectory that is trained on.
+"""The exact tokens of one chat episode: a forest of turns, and the trajectory made of it.
 
-A turn is one answer. A request continues the turn whose messages are its longest prefix, or begins a root. Held tokens
-are never encoded again. A path from a root to a leaf is a segment; a turn on two paths is trained in the first, and is
-context in the other.
+A request continues the turn whose messages are its longest prefix, or begins a root. Held tokens are never encoded
+again. A path from root to leaf is a segment; a turn on two paths is trained only in the first.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,7 +13,7 @@ from rollout.tasks.trajectory import Completion, Trajectory
 
 @dataclass(eq=False)
 class RecordedTurn:
-    """One answer. `given`: tokens between `parent` and the sampled ones. `request`, `answered`: digests of the messages
+    """One answer. `given`: tokens between `parent` and the sampled ones. `request`, `answered`: digests of messages
     before and with the answer."""
 
     parent: "RecordedTurn | None"
@@ -25,9 +24,9 @@ class RecordedTurn:
     answered: bytes
     cut: bool = False
     withdrawn: bool = False
-    """The client never got it: it is not trained on."""
+    """The client never got it."""
     length: int = field(init=False)
-    """Tokens from the root to the end of this turn."""
+    """Tokens from root to end."""
 
     def __post_init__(self) -> None:
         before = self.parent.length if self.parent else 0
@@ -52,12 +51,11 @@ class Conversation:
 
     @property
     def turns(self) -> list[RecordedTurn]:
-        """Turns that are not withdrawn, in order of their ends."""
         return [turn for turn in self._turns if not turn.withdrawn]
 
     def held(self, prefixes: Sequence[bytes]) -> tuple[RecordedTurn | None, int]:
-        """The turn whose messages are the longest prefix of a request, and their number. The last leaf wins among equal
-        turns: agents that run at once and send the same keep to their own."""
+        """Find the turn whose messages are a request's longest prefix, and their number. The last leaf wins among equal
+        turns: parallel agents that send the same keep to their own."""
         leaves = self.leaves()
         by_digest = {turn.answered: turn for turn in sorted(self.turns, key=leaves.__contains__)}
         for number in range(len(prefixes) - 1, 0, -1):
@@ -74,11 +72,11 @@ class Conversation:
             self.lose(turn.request)
 
     def lose(self, request: bytes) -> None:
-        """One repetition of the request is expected."""
+        """Expect one repetition of the request."""
         self._undelivered.append(request)
 
     def repeat(self, request: bytes) -> None:
-        """Withdraws the last leaf of this request, unless it is known already which answer was lost."""
+        """Withdraw the request's last leaf, unless the lost answer is known."""
         if request not in self._undelivered:
             leaves = self.leaves()
             for turn in [turn for turn in self.turns if turn.request == request and turn in leaves][-1:]:
@@ -94,7 +92,7 @@ class Conversation:
         return sum(leaf.length for leaf in self.leaves())
 
     def segments(self) -> Iterator[list[RecordedTurn]]:
-        """Paths that hold every turn, in the order in which they began."""
+        """Yield paths that hold every turn, in order of their beginnings."""
         needed = {turn for counted in self.turns for turn in counted.path()}
         children: dict[RecordedTurn | None, list[RecordedTurn]] = {}
         for turn in self._turns:
@@ -112,7 +110,7 @@ class Conversation:
         return list(dict.fromkeys(turn for path in self.segments() for turn in path if not turn.withdrawn))
 
     def trajectory(self) -> Trajectory:
-        """All segments; each sampled token is trained exactly once."""
+        """Train each sampled token exactly once."""
         made, trained = Trajectory([]), set[RecordedTurn]()
         for number, path in enumerate(self.segments()):
             if number:

@@ -1,9 +1,9 @@
-"""The HTTP door of a rollout server: an OpenAI-compatible base URL for each episode.
+"""The HTTP door of a rollout server: an OpenAI-compatible base URL per episode.
 
     POST /e/{key}/v1/chat/completions     JSON, or server-sent events with `stream: true`
     GET  /e/{key}/v1/models
 
-A key has 128 random bits and is dead once the episode has ended (410).
+A key has 128 random bits, and is dead (410) after its episode.
 """
 
 import asyncio
@@ -32,17 +32,17 @@ log = logging.getLogger(__name__)
 MAX_BODY_MIB = 16
 MOST_CONNECTIONS = 16_384
 EARLY_S = 0.001
-"""A timer may fire so much early."""
+"""Timers may fire this early."""
 SHUTDOWN_S = 1.0
 KEY = re.compile(r"[0-9a-f]{32}")
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 class Door:
-    """One episode's way in, and the clock of the time that it spends elsewhere.
+    """One episode's entry, and the clock of its time outside of model calls.
 
-    `over` gets an exception once the agent's result cannot matter: the engine failed, or the agent spent more than
-    `own_s` seconds outside of model calls (then `late`).
+    `over` gets an exception once the agent's result cannot matter: the engine failed, or `own_s` is used up (then
+    `late`).
     """
 
     def __init__(
@@ -57,7 +57,7 @@ class Door:
         self._timer: asyncio.TimerHandle | None = None
 
     def on_worker(self, given: bool) -> None:
-        """A worker has the agent, and its time begins; or has lost it."""
+        """Start the agent's time when a worker gets it; stop when the worker loses it."""
         self.left_s = self.own_s
         if self._timer:
             self._timer.cancel()
@@ -112,13 +112,13 @@ class Door:
 
 
 class ChatServer:
-    """An async context manager around the listening socket. Entering raises ValueError."""
+    """Listens while entered. Entering raises ValueError."""
 
     def __init__(self, config: "ChatConfig", temperature: float) -> None:
         self.config, self.ignored = config, Ignored(temperature)
         self._doors: dict[str, Door] = {}
         self._owners: dict[asyncio.Transport, Door] = {}
-        """Whose request each connection carried last: a client may use one for several episodes."""
+        """Owners of last requests: clients may share a connection."""
         self._clock = AwakeClock()
         known = [name_of(config.public_url)] if config.public_url else []
         app = web.Application(client_max_size=MAX_BODY_MIB * 2**20, middlewares=[only_for(config.host, known)])
@@ -230,14 +230,13 @@ class ChatServer:
             reply = call.result()
         except ChatRefused as error:
             return refusal(410 if error.code == "episode_ended" else 400, refused_body(error))
-        except Exception as error:  # the engine's or our own
+        except Exception as error:
             door.end(error)
             return refusal(503, error_body(f"the episode is over: {error}", "server_error"))
         return await (deliver_events if requested.stream else deliver)(request, requested, reply)
 
 
 async def deliver(request: web.Request, requested: Requested, reply: Reply) -> web.StreamResponse:
-    """The reply as one JSON body."""
     response = web.json_response(completion(requested, reply))
     await response.prepare(request)
     await response.write_eof()
@@ -245,7 +244,6 @@ async def deliver(request: web.Request, requested: Requested, reply: Reply) -> w
 
 
 async def deliver_events(request: web.Request, requested: Requested, reply: Reply) -> web.StreamResponse:
-    """The reply as server-sent events."""
     response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
     await response.prepare(request)
     events = [*map(json.dumps, chunks(requested, reply)), "[DONE]"]
@@ -255,7 +253,6 @@ async def deliver_events(request: web.Request, requested: Requested, reply: Repl
 
 
 def refused_body(error: Exception) -> dict[str, Any]:
-    """The body of a 400."""
     if isinstance(error, ChatRefused):
         limit, param = error.code.endswith("_exceeded"), getattr(error, "param", None)
         code = "context_length_exceeded" if limit else error.code  # the code that clients know
@@ -264,5 +261,5 @@ def refused_body(error: Exception) -> dict[str, Any]:
 
 
 def refusal(status: int, body: dict[str, Any]) -> web.Response:
-    """An error that OpenAI's client does not repeat by itself."""
+    """Return an error that OpenAI's client does not retry."""
     return web.json_response(body, status=status, headers={"x-should-retry": "false"})

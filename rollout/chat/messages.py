@@ -1,8 +1,7 @@
 """Messages of a chat, brought into one form and compared.
 
-In that form `content` is a text and a call's `arguments` are a mapping, as chat templates want them. Messages are
-compared in that form, since clients may repeat them in another. Reasoning is not compared, because most clients drop
-it.
+`content` becomes a text and `arguments` a mapping, as chat templates want them. Reasoning is not compared: most clients
+drop it.
 """
 
 import hashlib
@@ -19,12 +18,12 @@ KEPT = ("name", "tool_call_id")
 
 @dataclass(frozen=True)
 class ChatRequest:
-    """Messages in their one form, and tools."""
+    """Normalized messages, and tools."""
 
     messages: list[Message]
     tools: list[dict[str, Any]] | None
     prefixes: list[bytes]
-    """Digest of the first n messages and the tools, for n = 0, 1, ..."""
+    """Digests of the tools and the first 0, 1, ... messages."""
 
     @classmethod
     def read(cls, messages: Any, tools: Any = None) -> "ChatRequest":
@@ -43,7 +42,7 @@ class ChatRequest:
 
 
 def read_message(place: str, message: Any) -> Message:
-    """A message in its one form. Raises ChatRefused."""
+    """Normalize a message. Raises ChatRefused."""
     if not isinstance(message, dict) or not isinstance(message.get("role"), str):
         raise ChatRefused(f"{place}: a dict with role and content is needed")
     made = {"role": message["role"], "content": _text(place, message.get("content"))}
@@ -89,7 +88,7 @@ def _call(place: str, call: Any) -> dict[str, Any]:
 
 
 def parsed_arguments(arguments: Any) -> Any:
-    """Arguments as a mapping; a text that is no JSON mapping stays as it is."""
+    """A text that is no JSON mapping stays."""
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     try:
@@ -100,14 +99,12 @@ def parsed_arguments(arguments: Any) -> Any:
 
 
 def digests(tools: Any, messages: list[Message]) -> Iterator[bytes]:
-    """A digest for each number of messages, from none to all."""
     yield (digest := _digest(b"", tools))
     for message in messages:
         yield (digest := extended(digest, message))
 
 
 def extended(digest: bytes, message: Message) -> bytes:
-    """The digest of those messages and one more."""
     calls = [
         [call["id"], call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())
     ]

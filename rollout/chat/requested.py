@@ -1,4 +1,4 @@
-"""What a chat request asks for, in OpenAI's words, and the answers to it.
+"""Chat requests and answers in OpenAI's format.
 
 What would break the learner's ratio is refused; other sampling settings are ignored and counted (docs/agents.md).
 """
@@ -16,14 +16,14 @@ from rollout.errors import ChatRefused
 
 log = logging.getLogger(__name__)
 MODEL = "policy"
-"""The one model; any other name means it as well."""
+"""Other names mean it too."""
 REFUSED = (
     *("response_format", "logit_bias", "stop", "functions", "function_call", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
-"""Keys that would mask or cut what is sampled."""
+"""These would mask or cut what is sampled."""
 SAMPLING = {"top_p": 1, "top_k": -1, "min_p": 0, "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1}
-"""Settings with the values that change nothing."""
+"""Values that change nothing."""
 NEVER = ("seed", "logprobs", "top_logprobs", "parallel_tool_calls")
 
 
@@ -42,7 +42,7 @@ class Requested:
 
     @classmethod
     def of(cls, body: Any) -> "Requested":
-        """Raises ChatRefused with the key's name."""
+        """Raises ChatRefused."""
         if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
             raise refused("messages", "a list of messages is needed")
         if (body.get("n") or 1) != 1:
@@ -65,7 +65,7 @@ class Requested:
 
 
 class Ignored:
-    """Counts the settings that agents ask for and do not get."""
+    """Counts ignored settings and logs the first of each."""
 
     def __init__(self, temperature: float) -> None:
         self.same = {"temperature": temperature, **SAMPLING}
@@ -88,25 +88,22 @@ class Ignored:
 
 
 def refused(key: str, what: str) -> ChatRefused:
-    """A refusal that names the key."""
     error = ChatRefused(f"{key}: {what}")
     error.param = key  # type: ignore[attr-defined]
     return error
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
-    """An error as OpenAI's client reads it."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def completion(requested: Requested, reply: Reply) -> dict[str, Any]:
-    """The body of an answer."""
     choice = {"index": 0, "message": reply.message, "finish_reason": reply.finish_reason, "logprobs": None}
     return head(requested, "chat.completion") | {"choices": [choice], "usage": usage(reply)}
 
 
 def chunks(requested: Requested, reply: Reply) -> Iterator[dict[str, Any]]:
-    """The same as a stream: all of the message, why it ended, and the tokens if asked for."""
+    """Yield the message, its finish and, if asked for, its usage."""
     start = head(requested, "chat.completion.chunk")
     delta = dict(reply.message)
     if calls := delta.get("tool_calls"):
@@ -118,11 +115,9 @@ def chunks(requested: Requested, reply: Reply) -> Iterator[dict[str, Any]]:
 
 
 def head(requested: Requested, kind: str) -> dict[str, Any]:
-    """What all parts of an answer begin with."""
     return {"id": requested.id, "object": kind, "created": requested.created, "model": MODEL}
 
 
 def usage(reply: Reply) -> dict[str, int]:
-    """Tokens of the answer."""
     given, sampled = reply.prompt_tokens, reply.completion_tokens
     return {"prompt_tokens": given, "completion_tokens": sampled, "total_tokens": given + sampled}

@@ -1,4 +1,4 @@
-"""One episode as chat: the sender sees messages only; exact tokens, log-probabilities and versions stay here."""
+"""One episode as chat: the sender sees only messages; tokens, log-probabilities and versions stay here."""
 
 import asyncio
 import time
@@ -13,14 +13,13 @@ from rollout.errors import ChatRefused, EngineDead, EpisodeError
 from rollout.tasks.trajectory import Generate, Problem, Recorded
 
 CALLS_PER_TURN = 4
-"""Calls that an episode may begin for each answer."""
 Answered = tuple[RecordedTurn, dict[str, Any], int]
-"""A turn, its message, and the number of malformed tool calls."""
+"""Turn, message, number of malformed tool calls."""
 
 
 @dataclass(frozen=True)
 class ChatLimits:
-    """Beyond them `chat` raises ChatRefused and the episode counts as truncated."""
+    """Beyond them `chat` raises ChatRefused and the episode is truncated."""
 
     context: int
     """Tokens that one call sees and samples."""
@@ -32,8 +31,7 @@ class ChatLimits:
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer. `message` has `reasoning`, the same `reasoning_content`, and `tool_calls` in OpenAI's form where there
-    are any."""
+    """An answer. `message` has `reasoning`, the same as `reasoning_content`, and OpenAI's `tool_calls` if any."""
 
     message: dict[str, Any]
     finish_reason: str
@@ -43,17 +41,17 @@ class Reply:
 
 
 class AnswerParser(Protocol):
-    """Reads what was sampled as a message, in the template's thread."""
+    """Reads sampled tokens in the template's thread."""
 
     def check(self, tools: Tools) -> None:
-        """Raises ChatRefused for tools that `message` cannot take."""
+        """Raises ChatRefused for unusable tools."""
 
     def message(self, tokens: list[int], tools: Tools) -> tuple[dict[str, Any], int]:
-        """The message, without the token that ended it, and the number of malformed tool calls."""
+        """Return the message, without its end token, and the number of malformed tool calls."""
 
 
 class TextParser:
-    """The answer is its text."""
+    """Takes the answer as its text."""
 
     def __init__(self, template: ChatTemplate) -> None:
         self._tokenizer = template.tokenizer
@@ -71,20 +69,20 @@ class Session:
         self._generate, self._template, self._parser, self._limits = generate, template, parser, limits
         self._conversation, self._began = Conversation(), time.monotonic()
         self._calls: dict[asyncio.Task[Answered], tuple[RecordedTurn | None, int]] = {}
-        """The turn that each call continues, and the tokens that it may add."""
+        """The turn that each call continues, and its most tokens."""
         self._bad_calls = self._begun = 0
         self._closed, self._limit = False, ""
         self.truncated = False
         self.error: EpisodeError | EngineDead | None = None
-        """A failure of the infrastructure fails the episode, whatever it returns."""
+        """Fails the episode, whatever it returns."""
 
     async def chat(
         self, messages: Any, tools: Any = None, *, max_tokens: int | None = None, repeated: bool = False
     ) -> Reply:
         """Sample the answer to `messages`.
 
-        `repeated`: the client got no answer to this request; the earlier one is not trained on. Raises ChatRefused for
-        malformed messages and used-up limits; EpisodeError, EngineDead for failures of the infrastructure.
+        `repeated`: the client lost the earlier answer, which is not trained on. Raises ChatRefused for malformed
+        messages and used-up limits; EpisodeError, EngineDead.
         """
         self._check_open()
         self._begun += 1
@@ -121,7 +119,7 @@ class Session:
             call.cancel()
 
     def recorded(self, result: Any) -> Recorded:
-        """The episode, and its score from `result` (see `Recorded.of`). Raises EpisodeError, EngineDead."""
+        """Score the episode by `result` (see `Recorded.of`). Raises EpisodeError, EngineDead."""
         if self.error:
             raise self.error
         turns = self._conversation.turns
@@ -193,8 +191,8 @@ class Session:
     def _prompt(
         self, request: ChatRequest, held: RecordedTurn | None, number: int
     ) -> tuple[RecordedTurn | None, list[int], list[Message]]:
-        """The turn that a request continues, if it can continue `held`, whose messages are its first `number`; the
-        tokens to be given; and the messages with our reasoning. Runs in the template's thread."""
+        """Return the turn to continue, `held` if possible, whose messages are the first `number`; tokens to give;
+        messages with our reasoning. Runs in the template's thread."""
         self._parser.check(request.tools)
         if held is None:
             return None, self._template.opening(request.messages, request.tools), request.messages
@@ -229,7 +227,7 @@ class Sessions:
     limits: ChatLimits
 
     def open(self, generate: Generate, problem: Problem) -> Session:
-        """The problem's set may have longer lengths than the run."""
+        """A problem's set may have longer lengths than the run."""
         limits, context = self.limits, problem.left([])
         answer, tokens = problem.answer or limits.answer, limits.tokens + max(0, context - limits.context)
         limits = replace(limits, context=context, answer=answer, tokens=tokens)

@@ -1,7 +1,6 @@
-"""From messages to tokens, by the run's chat template, and from an answer that is held to the next prompt.
+"""From messages to tokens by the run's chat template, and from a held answer to the next prompt.
 
-Held tokens are never encoded again: the text by which the template goes on follows them. Tokenizers are not re-entrant,
-so `aside` runs in one thread with a tokenizer of its own.
+Held tokens are never encoded again. Tokenizers are not re-entrant: `aside` runs in one thread with its own.
 """
 
 import asyncio
@@ -18,14 +17,14 @@ from rollout.templates.renderer import ChatTexts, Renderer, RenderError
 
 R = TypeVar("R")
 MARK = "Zq7AnswerStoodHereZq7"
-"""Stands for an answer, to find what a template writes behind one."""
+"""Shows what a template writes after an answer."""
 Tools = list[Any] | None
 
 
 class ChatTemplate:
-    """The run's chat template. Methods raise ChatRefused for messages that the template refuses.
+    """The run's chat template. Methods raise ChatRefused.
 
-    `keep`: go on after an answer even where the template would rewrite what is before it.
+    `keep`: go on after an answer even if the template would rewrite earlier text.
     """
 
     def __init__(self, prompts: Prompts, keep: bool = False, kwargs: Mapping[str, Any] | None = None) -> None:
@@ -45,15 +44,14 @@ class ChatTemplate:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
     def opening(self, messages: Sequence[Message], tools: Tools) -> list[int]:
-        """Tokens of a whole prompt, with the header of an answer."""
         text = self.text(messages, tools, header=True)
         return list(self.tokenizer.encode(text, add_special_tokens=self._plain))
 
     def continuation(
         self, held: Sequence[Message], tokens: list[int], new: Sequence[Message], tools: Tools
     ) -> list[int] | None:
-        """What follows `tokens`, which end with an answer: its closing, the `new` messages, the header of an answer.
-        None where the template writes `held` in another way once `new` follows, as without its thinking."""
+        """Return what follows `tokens`, which end with an answer: its closing, `new`, the next answer's header. None if
+        the template rewrites `held` before `new`, as without its thinking."""
         suffix = self._suffix(held, new, tools)
         if suffix is None or not (self.keep or self._stays(held, tokens, new, tools)):
             return None
@@ -62,7 +60,7 @@ class ChatTemplate:
         return given[1:] if closed else given
 
     def text(self, messages: Sequence[Message], tools: Tools, header: bool) -> str:
-        """`header`: up to where the next answer begins."""
+        """`header`: add the next answer's beginning."""
         chat = list(messages)
         if self._system is not None and all(message["role"] != "system" for message in chat):
             chat.insert(0, {"role": "system", "content": self._system})
@@ -78,7 +76,7 @@ class ChatTemplate:
             raise ChatRefused(f"messages: they cannot be made into a chat: {type(error).__name__}: {error}") from error
 
     def _stays(self, held: Sequence[Message], tokens: list[int], new: Sequence[Message], tools: Tools) -> bool:
-        """Whether the template writes `held` as before, or the text of the tokens: Qwen3's adds empty thinking."""
+        """Whether the template keeps `held`, or the tokens' text: Qwen3's adds empty thinking."""
         before, after = self.text(held, tools, header=False), self.text([*held, *new], tools, header=True)
         said = [held[-1].get("reasoning_content", ""), *re.split("</?think>", held[-1]["content"])]
         if after.startswith(before) and all(text.strip() in before for text in said):
@@ -101,6 +99,6 @@ class ChatTemplate:
         return answer | {"tool_calls": [*calls[:-1], last]}
 
     def _after_calls(self, end: str) -> int:
-        """An answer is closed at the last special token behind the name of its last call."""
+        """An answer closes at the last special token after the name of its last call."""
         at = max((end.rfind(token) for token in self._special), default=-1)
         return at if at >= 0 else len(end.rstrip())

@@ -1,7 +1,4 @@
-"""What a rollout server hands to vLLM: the run file's keys, our defaults, and `rollout.engine` as it is.
-
-Imports neither vLLM nor torch, so that `problems` costs milliseconds.
-"""
+"""What a rollout server hands to vLLM. Imports neither vLLM nor torch, so `problems` costs milliseconds."""
 
 import difflib
 from collections.abc import Iterator, Mapping
@@ -22,33 +19,31 @@ from rollout.templates.parsers import AUTO
 
 CPU_STEP_TOKENS = 2048
 HEAD = {"head_dtype": "float32"}
-"""vLLM would round logits to model.dtype, and the learner's ratios would see that noise at every token."""
+"""vLLM would round logits to model.dtype: noise in all of the learner's ratios."""
 MIN_STEP_TOKENS, MAX_GRAPH_TOKENS = 1024, 2048
-"""On a GPU a step may have twice as many tokens as sequences, and is a CUDA graph. vLLM's own 128 sequences and 2,048
-tokens gave 15,000 tokens/s of a 1.5B model on an H200, these arguments 26,800 (benchmarks/LOG.md). A whole group fits
-when one place is free: else each end would let one prompt into a step without a graph."""
+"""A GPU's step has room for twice as many tokens as sequences, and is a CUDA graph: 26,800 tokens/s instead of 15,000
+with vLLM's defaults (benchmarks/LOG.md). A whole group fits once a place is free, so that ends do not let single
+prompts into steps without a graph."""
 GRAPH_KEYS = {"compilation_config", "cudagraph_capture_sizes"}
-"""vLLM takes one of them only."""
 LINEAR_LAYERS = (
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
     *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
 )
-"""Layers that vLLM adapts for `model.lora.targets: all`."""
+"""For `model.lora.targets: all`."""
 PARTS = {"qkv_proj": "q_proj", "gate_up_proj": "up_proj"}
-"""One part of each layer that vLLM joins."""
+"""A part of each layer that vLLM joins."""
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
-"""Values of vLLM's `max_lora_rank`; adapters of a lower rank are padded."""
 USUAL_PROMPT = 128
-"""Tokens of the prompts with which the price of missing graphs was measured."""
+"""Prompt tokens when missing graphs were measured."""
 UNEQUAL_ON_CPU = ("lfm2", "lfm2_moe")
-"""Small copies of these in float32 are 0.01 nat off in vLLM 0.32 on a CPU. The reason is unknown."""
+"""vLLM 0.32 on a CPU is 0.01 nat off for them, for an unknown reason."""
 IMAGES_PER_STEP = 4
-"""Images of the largest size that fit into a step of a GPU."""
+"""Images of the largest size."""
 PARSERS = {
     "tool_parser": ("tool_parsers", "_TOOL_PARSERS_TO_REGISTER"),
     "reasoning_parser": ("reasoning", "_REASONING_PARSERS_TO_REGISTER"),
 }
-"""vLLM's package and table of each key of `rollout.chat`."""
+"""vLLM's package and table per key of `rollout.chat`."""
 SIZES = ("max_num_seqs", "max_num_batched_tokens", "max_cudagraph_capture_size")
 CPU_ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine and worker in one process: half the memory
@@ -59,7 +54,7 @@ CPU_ENVIRONMENT = {
 
 
 def problems(engine: Mapping[str, Any], config: Config) -> list[str]:
-    """A line for each key that the installed vLLM has no field for, and for steps that are too small."""
+    """List unknown keys, and steps that are too small."""
     lines = unknown_fields(engine, "rollout")
     tokens, most = engine.get("max_num_batched_tokens"), max_sequences(config, config.rollout.device != "cuda")
     if isinstance(tokens, int) and tokens < most:
@@ -85,14 +80,13 @@ def unknown_fields(engine: Mapping[str, Any], section: str) -> list[str]:
 
 
 def unknown_parsers(config: Config) -> Iterator[str]:
-    """A line for each parser of `rollout.chat` that the installed vLLM does not have; none without vLLM."""
+    """Yield parsers that the installed vLLM lacks; none without vLLM."""
     for key in PARSERS:
         if (name := getattr(config.rollout.chat, key)) not in (None, AUTO):
             yield from unknown_parser(key, name)
 
 
 def unknown_parser(key: str, name: str) -> Iterator[str]:
-    """A line if the installed vLLM has no parser of this name for `rollout.chat.KEY`."""
     parsers = sorted(registered(*PARSERS[key]))
     if parsers and name not in parsers:
         close = difflib.get_close_matches(name, parsers, 1)
@@ -101,8 +95,7 @@ def unknown_parser(key: str, name: str) -> Iterator[str]:
 
 
 def unserved_shapes(config: Config, cpu: bool) -> Iterator[str]:
-    """A line for each thing of the model that vLLM's kernels for a CPU lack, so that a server would fail or
-    silently compute something else."""
+    """Yield what vLLM's CPU kernels lack: a server would fail or compute something else."""
     facts = facts_of(config.model)
     if cpu and facts.mutual:
         problem = "vLLM on a CPU has no token of an image see those after it, as this model does"
@@ -121,10 +114,8 @@ def unserved_shapes(config: Config, cpu: bool) -> Iterator[str]:
 
 
 def cliffs(config: Config) -> Iterator[str]:
-    """A line for each setting that makes a GPU several times slower, with its price and the remedy.
-
-    The prices are those of a 1.5B model on an H200, measured before `plain_steps.py`.
-    """
+    """Yield settings that make a GPU several times slower, with the price on an H200 (1.5B model, before
+    `plain_steps.py`)."""
     given = config.rollout.engine
     if config.rollout.device == "cpu" or not all(isinstance(given.get(key, 1), int) for key in SIZES):
         return
@@ -160,7 +151,6 @@ def cliffs(config: Config) -> Iterator[str]:
 
 
 def largest_graph(arguments: Mapping[str, Any]) -> int:
-    """Tokens of the largest step that vLLM captures as a CUDA graph."""
     inside = arguments.get("compilation_config")
     said = {**arguments, **(inside if isinstance(inside, Mapping) else {})}
     size = said.get("max_cudagraph_capture_size") or min(2 * arguments["max_num_seqs"], 512)
@@ -168,7 +158,7 @@ def largest_graph(arguments: Mapping[str, Any]) -> int:
 
 
 def on_cpu(config: Config) -> bool:
-    """Whether this server runs on the CPU. Raises ConfigError if no GPU will do."""
+    """Raises ConfigError if no GPU will do."""
     import torch
 
     if config.rollout.device == "cuda" and not torch.cuda.is_available():
@@ -184,14 +174,14 @@ def on_cpu(config: Config) -> bool:
 
 
 def can_fp8() -> bool:
-    """Asks the driver, because torch would create a context in this process."""
+    """Ask the driver: torch would create a context in this process."""
     from rollout.engine.door.vllm_platform import current_platform
 
     return bool(current_platform.supports_fp8())
 
 
 def environment(cpu: bool) -> dict[str, str]:
-    """Variables that are set already keep their value."""
+    """Return variables for vLLM; those that are set keep their value."""
     common = {"VLLM_HOST_IP": "127.0.0.1", "VLLM_NO_USAGE_STATS": "1"}  # one server is one machine
     gloo_here(common)
     if folder := socket_folder(VLLM_BYTES):
@@ -201,12 +191,12 @@ def environment(cpu: bool) -> dict[str, str]:
 
 
 def engine_arguments(config: Config, seed: int, cpu: bool, form: ImageFormat | None = None) -> dict[str, Any]:
-    """Our defaults, then `rollout.engine`, then what Headrace depends on."""
+    """Merge our defaults, `rollout.engine`, and what Headrace depends on."""
     given = config.rollout.engine
     defaults: dict[str, Any] = {
         "load_format": "dummy",  # weights come from the learner
         "max_model_len": longest_sample(config),
-        "generation_config": "vllm",  # the run file decides how to sample
+        "generation_config": "vllm",
         "enable_prefix_caching": True,
         "max_logprobs": 1,
     }
@@ -237,26 +227,25 @@ def engine_arguments(config: Config, seed: int, cpu: bool, form: ImageFormat | N
 
 
 def text_arguments() -> dict[str, Any]:
-    """vLLM builds no tower for a model trained on text alone."""
+    """A model trained on text alone needs no tower."""
     return {"language_model_only": True} if "language_model_only" in vllm_fields() else {}
 
 
 def longest_sample(config: Config) -> int:
-    """Tokens of the longest sample that is trained on or evaluated."""
     answers = [each.max_tokens or 0 for each in config.data.eval.values()]
     return max([max_sample_tokens(config), *(config.data.max_prompt_tokens + answer for answer in answers)])
 
 
 def adapter_arguments(model: ModelConfig, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Every request names the adapter, so CUDA graphs without one would never run; vLLM's second model runner captures
-    them if asked (0.26 to 0.32)."""
+    """Every request names the adapter, so graphs without one would never run; vLLM's second model runner captures them
+    if asked (0.26 to 0.32)."""
     lora, known = model.lora, model_facts(model.path).linear
     assert lora is not None
     layers = list(lora.targets)
     if lora.targets == "all":  # experts are no linear layers in the learner
         layers = [name for name in LINEAR_LAYERS if not known or name in known or PARTS.get(name) in known]
     arguments = {
-        "load_format": "auto",  # of the base; a run whose own weights are pushed may say `dummy`
+        "load_format": "auto",  # of the base; a run that pushes its own weights may say `dummy`
         "enable_lora": True,
         "max_loras": 1,
         "max_lora_rank": next(rank for rank in ADAPTER_RANKS if rank >= lora.rank),
@@ -269,19 +258,19 @@ def adapter_arguments(model: ModelConfig, given: Mapping[str, Any]) -> dict[str,
 
 
 def image_arguments(config: Config, form: ImageFormat) -> dict[str, Any]:
-    """For a model that sees images: they come decoded, resized and normalised, as the learner sees them."""
+    """Images come decoded, resized and normalized, as the learner sees them."""
     sizes: dict[str, Any] = {"size": {"shortest_edge": form.min_pixels, "longest_edge": form.max_pixels}}
     if form.side is not None:
         sizes = {"size": {"height": form.side, "width": form.side}, "do_pan_and_scan": False}
     arguments = {
         "skip_tokenizer_init": False,  # vLLM does not start such a model without it
         "limit_mm_per_prompt": {"image": config.data.max_images, "video": 0},
-        # vLLM finds its largest batch by images of this size
+        # vLLM sizes its largest batch by them
         "mm_processor_kwargs": sizes,
-        "mm_processor_cache_gb": 0,  # other weights rename our images
+        "mm_processor_cache_gb": 0,  # our image names change with the weights
         "mm_device_do_normalize": False,  # `dummy` weights would leave its constants random
     }
     known = set(vllm_fields())
-    # an image of which one step computes a part would not see the rest
+    # a split image would not see its rest
     whole = {"disable_chunked_mm_input": True} if form.mutual else {}
     return {field: value for field, value in arguments.items() if field in known} | whole

@@ -1,4 +1,4 @@
-"""Finds tool calls and reasoning in what was sampled, by the parsers of `vllm serve`."""
+"""Finds tool calls and reasoning by the parsers of `vllm serve`."""
 
 import json
 import secrets
@@ -30,7 +30,7 @@ class VllmParser:
             assert parser is not None, "one of them is named"
             self._parser = parser
             self._made(None)
-        except Exception as error:  # each of vLLM's parsers has its own
+        except Exception as error:  # vLLM's parsers raise many classes
             reason = " ".join(str(error).split())
             raise ValueError(f"rollout.chat: {names} cannot be used with the tokenizer of {model}: {reason}") from error
 
@@ -57,7 +57,7 @@ class VllmParser:
             reasoning, content, calls = parser.parse(
                 text, request, enable_auto_tools=True, model_output_token_ids=tokens
             )
-        except Exception:  # a policy may sample what is odd: it stays text, and counts as bad
+        except Exception:  # odd text stays text, and counts as bad
             return {"role": "assistant", "content": text}, 1
         made: dict[str, Any] = {"role": "assistant", "content": content or ""}
         if reasoning:
@@ -70,7 +70,7 @@ class VllmParser:
         return self._parser(self._tokenizer, tools, chat_template_kwargs=self._kwargs)
 
     def _bad_calls(self, message: dict[str, Any], tools: list[dict[str, Any]] | None, parser: Any) -> int:
-        """Calls of unknown tools or without a JSON object, and one that stayed text."""
+        """Count calls of unknown tools, without a JSON object, or left as text."""
         known = {tool["function"]["name"] for tool in tools or ()}
         functions = [call["function"] for call in message.get("tool_calls", ())]
         bad = sum(each["name"] not in known or not is_object(each["arguments"]) for each in functions)
@@ -79,13 +79,12 @@ class VllmParser:
 
 
 def tool_call(call: Any) -> dict[str, Any]:
-    """Ids have nine characters, because Mistral's templates take no others."""
+    """Ids have nine characters: Mistral's templates take no others."""
     name = call.id or "".join(secrets.choice(ID_CHARACTERS) for _ in range(9))
     return {"id": name, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def is_object(text: str) -> bool:
-    """Whether this is a JSON object."""
     try:
         return isinstance(json.loads(text), dict)
     except ValueError:

@@ -1,12 +1,11 @@
-"""Starts vLLM's engine process before vLLM asks for it, so that its imports and the server's own run side by side.
+"""Starts vLLM's engine process early, so that its imports and the server's run in parallel.
 
     server                                          early process
     EarlyProcess(cpu)       -- starts ----------->  imports vLLM's engine, then waits for its task
     reads rows, imports vLLM, waits for the buffer
     vLLM starts its engine  -- the process's task, environment and files -->  becomes vLLM's engine process
 
-The early process is a new program, not a fork, as a process that multiprocessing spawns is. So it shares no CUDA state
-with the server. It ends with the server.
+It is a new program, not a fork, so it shares no CUDA state with the server. It ends with the server.
 """
 
 import gc
@@ -44,22 +43,20 @@ GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 class EarlyProcess:
-    """A process that becomes the first engine process that vLLM starts inside `given_to_vllm`. `close` ends an unused
-    one."""
+    """Becomes the first engine process that vLLM starts inside `given_to_vllm`."""
 
     def __init__(self, cpu: bool, target: str = ENGINE_TARGET, modules: Sequence[str] = ENGINE_MODULES) -> None:
-        """`cpu`: whether the server will run on the CPU. `target`: name of the function that vLLM's process runs."""
         self.cpu, self._target, self._taken = cpu, target, False
         self.socket, theirs = socket.socketpair()
         line = tied_line(f"from {__name__} import wait_for_task; wait_for_task({theirs.fileno()}, {modules!r})")
-        # it blocks SIGTERM for life, as all processes of vLLM do, and SIGINT until it ignores SIGINT
+        # SIGTERM stays blocked, as in all processes of vLLM, and SIGINT until it is ignored
         with theirs, blocked(signal.SIGTERM, signal.SIGINT):
             given = environment(cpu) | os.environ
             self.child = subprocess.Popen(line, pass_fds=[theirs.fileno()], env=given)
 
     @classmethod
     def of(cls, config: Config) -> "EarlyProcess | None":
-        """The early process of a server; None if vLLM starts its own in another way."""
+        """Return None if vLLM starts its own in another way."""
         if config.rollout.engine.get("numa_bind"):
             return None
         cpu = expects_cpu(config.rollout.device)
@@ -67,10 +64,7 @@ class EarlyProcess:
 
     @contextmanager
     def given_to_vllm(self, cpu: bool) -> Iterator[None]:
-        """Make this process the next engine process of vLLM. End it if vLLM starts none.
-
-        `cpu`: whether the server runs on the CPU.
-        """
+        """Make this process vLLM's next engine process; end it if vLLM starts none."""
         if cpu != self.cpu:
             self.close()
             yield
@@ -94,7 +88,6 @@ class EarlyProcess:
             self.close()
 
     def close(self) -> None:
-        """End the process, unless it is vLLM's."""
         if not self._taken:
             self._taken = True
             self.child.kill()
@@ -109,7 +102,7 @@ class EarlyProcess:
 
 
 def expects_cpu(device: str, given: Mapping[str, str] = os.environ) -> bool:
-    """Whether a server will run on the CPU, without torch, which takes seconds to import."""
+    """Decide without torch, whose import takes seconds."""
     if device != "auto":
         return device == "cpu"
     hidden = given.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
@@ -117,7 +110,7 @@ def expects_cpu(device: str, given: Mapping[str, str] = os.environ) -> bool:
 
 
 class HandedOver(popen_spawn_posix.Popen):
-    """The early process, as multiprocessing's object for a process that it has started."""
+    """The early process, for multiprocessing."""
 
     DupFd: ClassVar[Any] = popen_forkserver._DupFd
     _fds: list[int]
@@ -127,7 +120,7 @@ class HandedOver(popen_spawn_posix.Popen):
         super().__init__(process)
 
     def duplicate_for_child(self, fd: int) -> int:
-        """Send the file too; returns its index in `get_inherited_fds` of the child."""
+        """Send the file too; return its index in the child's inherited files."""
         self._fds.append(fd)
         return len(self._fds) - 1
 
@@ -163,7 +156,7 @@ class HandedOver(popen_spawn_posix.Popen):
 
 
 def wait_for_task(file: int, modules: Sequence[str]) -> NoReturn:
-    """Import `modules`, and become the process that arrives on the socket `file`."""
+    """Import `modules`, then become the process that arrives on `file`."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server gets it too, and ends this process
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGINT])
     before = dict(os.environ)
@@ -182,7 +175,7 @@ def wait_for_task(file: int, modules: Sequence[str]) -> NoReturn:
 
 
 def import_all(modules: Sequence[str]) -> None:
-    """Import `modules`. A failure is only logged: vLLM imports the module again and reports the error."""
+    """Failures are only logged: vLLM's own import reports them."""
     with without_collections():
         for name in modules:
             try:
@@ -203,7 +196,7 @@ def read_exactly(link: socket.socket, size: int) -> bytes:
 
 
 def take_environment(given: Mapping[str, str], before: Mapping[str, str]) -> None:
-    """Replace the variables that this process began with, `before`, by the server's; keep those that vLLM set here."""
+    """Replace the variables of `before` by the server's; keep what vLLM set here."""
     own, threads = os.environ.get(PARENT), os.environ.get(THREADS)
     for name in before.keys() - given.keys():
         os.environ.pop(name, None)
@@ -213,4 +206,4 @@ def take_environment(given: Mapping[str, str], before: Mapping[str, str]) -> Non
     if given.get(THREADS, threads) != threads:  # OpenMP has read the variable
         import torch
 
-        torch.set_num_threads(int(given[THREADS].split(",")[0]))  # one number for each level of nesting
+        torch.set_num_threads(int(given[THREADS].split(",")[0]))

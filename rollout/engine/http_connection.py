@@ -1,7 +1,4 @@
-"""Limits of a reward server's connections: how many there are, and how long one may take to send a request's head.
-
-uvicorn, on which vLLM's server runs, limits neither.
-"""
+"""Limits a reward server's connections and their time for a request's head; uvicorn limits neither."""
 
 import asyncio
 
@@ -12,15 +9,12 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from configs.http_limits import most_connections
 
 HEAD_S = 10.0
-"""Time from the connection's start or the head's first byte on."""
+"""From the connection's start or the head's first byte."""
 MOST_CONNECTIONS = 4096
 
 
 class LimitedConnection(H11Protocol):
-    """A connection of uvicorn with these limits."""
-
     _late: asyncio.TimerHandle | None = None
-    """Closes the connection unless a head is there before."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -50,5 +44,5 @@ class LimitedConnection(H11Protocol):
 
 
 def limit_connections() -> None:
-    """Have each HTTP server of uvicorn that this process starts limit its connections."""
+    """Applies to uvicorn's HTTP servers in this process."""
     HTTP_PROTOCOLS["auto"] = f"{__name__}:{LimitedConnection.__name__}"

@@ -1,7 +1,7 @@
-"""Sends requests for samples past vLLM's own client: equal ones go in one message.
+"""Sends requests for samples past vLLM's client, equal ones in one message.
 
-vLLM's client (`AsyncLLM`) sends each in a message of its own, with all its images. The samples of a group begin at the
-same moment: they are joined to one request, which our scheduler multiplies.
+`AsyncLLM` sends each by itself, with all its images. A group's samples begin at the same moment: they become one
+request, which our scheduler multiplies.
 """
 
 import asyncio
@@ -27,7 +27,7 @@ Make = Callable[[], tuple[Any, SamplingParams]]
 
 @dataclass(eq=False)
 class Bundle:
-    """Requests with the same `key` in a turn of the event loop."""
+    """Equal requests of one turn of the event loop."""
 
     key: object
     make: Make
@@ -38,7 +38,7 @@ class JoinedRequests:
     """The samples under way in an engine."""
 
     def __init__(self, llm: AsyncLLM, adapter: LoRARequest | None) -> None:
-        """Nothing here holds `llm` itself, whose process ends with it."""
+        """Holds no reference to `llm`, whose process ends with it."""
         llm._run_output_handler()
         assert llm.output_handler is not None
         self.adapter, self._handler, self._numbers = adapter, llm.output_handler, itertools.count()
@@ -51,12 +51,11 @@ class JoinedRequests:
         self._handler.add_done_callback(lambda _: self._fail([*self._waiting], EngineDeadError()))
 
     async def end(self, key: object, make: Make) -> EngineCoreOutput:
-        """The last output of a request, with all that was sampled. Equal requests have an equal `key`.
+        """Return the last output, with all that was sampled. Requests with equal `key` are joined.
 
-        Cancelled, it aborts the request. Raises what vLLM raises, EngineError if vLLM ended the request,
-        EngineDeadError.
+        Cancelling aborts the request. Raises vLLM's errors, EngineError if vLLM ended the request, EngineDeadError.
         """
-        if self._handler.done():  # nobody takes outputs any more
+        if self._handler.done():  # nobody takes outputs
             raise EngineDeadError
         if not self._coming:
             self._start(self._send())
@@ -79,7 +78,7 @@ class JoinedRequests:
             try:
                 if names:
                     await self._core.add_request_async(self._request(names, *bundle.make()))
-            except Exception as error:  # its callers get it
+            except Exception as error:
                 self._fail(names, error)
 
     def _request(self, names: Sequence[str], given: Any, parameters: SamplingParams) -> EngineCoreRequest:
@@ -96,7 +95,7 @@ class JoinedRequests:
             return False
         end, bundle = self._waiting[name]
         if output.kv_transfer_params is None or output.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
-            # of a message that its process cannot read, vLLM names the first request alone
+            # vLLM names only the first request of an unreadable message
             self._start(self._core.abort_requests_async([each for each in bundle.names if each in self._waiting]))
             reason = f"vLLM ended a request: '{output.finish_reason}', {len(output.new_token_ids)} tokens"
             self._fail(bundle.names, EngineError(reason))

@@ -1,8 +1,8 @@
-"""How a policy's weights get into vLLM's model: from the staging copy, bucket by bucket, or from files.
+"""Loads a policy into vLLM's model: from the staging copy, bucket by bucket, or from files.
 
-The worker calls this between two engine steps; `stream` runs in the staging's thread while the engine is paused.
-Nothing waits for the GPU: loads are queued on the stream of the steps. vLLM's reload leaves whole layers as they are; a
-layer of which only a part comes becomes garbage.
+The worker calls this between two steps; `stream` runs in the staging's thread while the engine is paused. Loads are
+queued on the steps' stream, so nothing waits for the GPU. vLLM's reload keeps layers that get nothing; a partly loaded
+layer becomes garbage.
 """
 
 import logging
@@ -35,14 +35,14 @@ from rollout.engine.region_copies import RegionCopies
 RELOADING = logging.getLogger(RELOAD_LOGGER)
 RELOADING.setLevel(logging.ERROR)  # it warns at each update; see `check_complete`
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
-"""Layers whose weights a GPU keeps as they are in the file."""
+"""A GPU keeps their weights as in the file."""
 PLAIN_TOWERS = ("qwen2_5_vl",)
-"""Models that see and are kept so (`benchmarks/vision/loading.py`)."""
+"""Vision models that are kept so (`benchmarks/vision/loading.py`)."""
 ATTENTION_SCALES = (".q_scale", ".k_scale", ".v_scale", ".prob_scale")
 
 
 class ModelLoad:
-    """Loads weights into `model`, a worker's part of vLLM's model on `device`."""
+    """Loads weights into a worker's part of vLLM's model."""
 
     def __init__(self, model: torch.nn.Module, vllm_config: Any, device: torch.device) -> None:
         self.model: Any = model
@@ -58,11 +58,11 @@ class ModelLoad:
         return self._regions.find(specs, lambda weights: self._load(iter(weights), frozen))
 
     def load_slices(self, staged: Sequence[tuple[Region, torch.Tensor]]) -> None:
-        """Load all staged regions, or the trained ones. Raises ValueError."""
+        """Raises ValueError."""
         self._regions.load(staged)
 
     def load_staged(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Load views of the staging copy. Raises ValueError if weights are missing."""
+        """Raises ValueError if weights are missing."""
         self._load(weights, self.frozen, recorded=self.plainly)
 
     def forget_staged(self) -> None:
@@ -76,12 +76,12 @@ class ModelLoad:
         self._load(weights, ())
 
     def stream(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Load buckets that later ones overwrite. Raises ChannelError for an end that another round can repair."""
+        """Load buckets that later ones overwrite. Raises ChannelError if another round can help."""
         if self.plainly:
             self._load(weights, self.frozen)
             return
         try:
-            # cloned, because vLLM keeps them until a layer is complete
+            # vLLM keeps them until a layer is complete
             self._load(((name, tensor.clone()) for name, tensor in weights), self.frozen)
         except ChannelError as error:
             raise RuntimeError(f"vLLM's layers are half rebuilt, so this server has to restart: {error}") from error
@@ -109,7 +109,7 @@ class ModelLoad:
     def _load_kinds(
         self, weights: Iterator[tuple[str, torch.Tensor]], frozen: Collection[str], recorded: bool
     ) -> tuple[object, set[str]]:
-        """Load frozen weights, if they come, and then the others. Raises ValueError where one layer has both."""
+        """Load frozen weights first. Raises ValueError if one layer has both kinds."""
         loaded, held = None, self._held if frozen else set[str]()
         for is_frozen, kind in groupby(weights, lambda weight: weight[0] in frozen):
             if is_frozen:
@@ -130,8 +130,8 @@ class ModelLoad:
 
 
 def loads_plainly(model: torch.nn.Module, vllm_config: Any, device: torch.device) -> bool:
-    """Whether `load_weights` may overwrite the weights in place: only where vLLM keeps every weight as it is in the
-    file (docs/design/engine.md). It takes a fifth of the reload's time."""
+    """Whether weights may be overwritten in place: only if vLLM keeps all as in the file (docs/design/engine.md). It
+    takes a fifth of a reload's time."""
     model_config = vllm_config.model_config
     untried = model_config.is_multimodal_model and model_config.hf_config.model_type not in PLAIN_TOWERS
     if device.type != "cuda" or vllm_config.quant_config is not None or untried:
@@ -143,7 +143,7 @@ def loads_plainly(model: torch.nn.Module, vllm_config: Any, device: torch.device
 
 
 def name_loaders(model: torch.nn.Module) -> None:
-    """vLLM's reload reads the name of each loader. Loaders of MiniMax-M2's norms, which are partials, have none."""
+    """vLLM's reload needs names; loaders of MiniMax-M2's norms are partials."""
     for parameter in model.parameters():
         loader = getattr(parameter, "weight_loader", None)
         if isinstance(loader, partial):
@@ -151,7 +151,7 @@ def name_loaders(model: torch.nn.Module) -> None:
 
 
 def repack_head(model: torch.nn.Module) -> None:
-    """Pack a tied head on a CPU anew: vLLM's reload leaves its copy of the embedding."""
+    """Pack a CPU's tied head anew: vLLM's reload leaves its copy of the embedding."""
     layer: Any
     for layer in model.modules():
         if hasattr(layer, "cpu_linear") and type(layer).__name__ == "ParallelLMHead":
@@ -159,20 +159,19 @@ def repack_head(model: torch.nn.Module) -> None:
 
 
 def names(model: torch.nn.Module) -> set[str]:
-    """Weights that a policy has to bring; scales of attention, which FP8 adds, stay at 1."""
+    """A policy has to bring these; FP8's attention scales stay at 1."""
     return {name for name, _ in model.named_parameters() if not name.endswith(ATTENTION_SCALES)}
 
 
 def partly_loaded(model: torch.nn.Module) -> set[str]:
-    """Layers that an unfinished reload has loaded in part."""
     kinds = LinearBase | RoutedExperts
     layers = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, kinds))
     return {name for name, layer in layers if get_layerwise_info(layer).load_numel > 0}
 
 
 def check_complete(expected: set[str], loaded: object, parts: set[str], model_config: Any) -> None:
-    """Raise ValueError if weights are missing. Models that do not report what they loaded pass, unless a layer was
-    loaded in part."""
+    """Raise ValueError if weights are missing. Models that do not report their loads pass unless a layer is partly
+    loaded."""
     missing = expected - set(map(parameter_name, loaded)) if isinstance(loaded, set) else set()
     configs = (model_config.hf_config, model_config.hf_text_config)  # vision-language models say it at the top only
     if any(getattr(config, "tie_word_embeddings", False) for config in configs):
@@ -183,7 +182,7 @@ def check_complete(expected: set[str], loaded: object, parts: set[str], model_co
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Raises FileNotFoundError if there are none, before anything is loaded."""
+    """Raises FileNotFoundError."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder}: no .safetensors file in it")
@@ -191,7 +190,6 @@ def files_in(folder: Path) -> list[Path]:
 
 
 def tensors_in(files: Iterable[Path]) -> Iterator[tuple[str, torch.Tensor]]:
-    """All tensors of `files` by name."""
     for path in files:
         with safe_open(path, "pt") as file:
             for name in file.keys():  # noqa: SIM118 - not a dict

@@ -1,7 +1,4 @@
-"""Loads policies from a staging copy by the copies that vLLM's first load made (docs/design/engine.md).
-
-Where these copies are the whole load, later policies repeat them on the current stream.
-"""
+"""Repeats the copies of vLLM's first load for later policies in the same staging copy (docs/design/engine.md)."""
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -16,24 +13,24 @@ from torch.utils._pytree import tree_leaves
 
 log = logging.getLogger(__name__)
 Pairs = tuple[list[torch.Tensor], list[torch.Tensor]]
-"""Targets in the parameters, and their sources."""
+"""Targets and sources."""
 FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default)
 """Zeros of a vocabulary's padding or an adapter's slot, which stay once written."""
 
 
 @dataclass(frozen=True)
 class Recording:
-    """The copies from one staging copy into a model whose parameters lie at `addresses`."""
+    """Copies from one staging copy into parameters at `addresses`."""
 
     source: torch.Tensor
-    """Keeps the staging copy in memory, so that nothing else comes to lie at its address."""
+    """Keeps its address from being used again."""
     addresses: list[int]
     groups: list[Pairs]
     problem: str
 
 
 class RecordedCopies:
-    """Loads into `model`, which must load in place. `padded`: it is zeroed and then filled in part."""
+    """Loads into `model`, which must load in place. `padded`: it is zeroed, then filled in part."""
 
     def __init__(self, model: Any, padded: bool = False) -> None:
         self._model, self._padded = model, padded
@@ -44,10 +41,9 @@ class RecordedCopies:
 
     @torch.no_grad()
     def load(self, weights: Iterator[tuple[str, torch.Tensor]], held: Collection[str] = ()) -> object:
-        """Load views of one staging copy, which fill all parameters but those named `held`.
+        """Load views of one staging copy, which fill all parameters but `held`.
 
-        Returns what `load_weights` returned, None if it was not needed. A load is recorded again where something has
-        moved.
+        Return what `load_weights` returned, or None. Records again if anything has moved.
         """
         first = next(weights)
         weights = chain([first], weights)
@@ -71,7 +67,7 @@ class RecordedCopies:
 
 
 class Recorder(TorchDispatchMode):
-    """Notes what operations do with `staged` and `parameters`. `dry`: nothing is written."""
+    """Records operations on `staged` and `parameters`. `dry`: writes nothing."""
 
     def __init__(self, staged: Iterable[torch.Tensor], parameters: Iterable[torch.Tensor], dry: bool = False) -> None:
         super().__init__()
@@ -99,7 +95,7 @@ class Recorder(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
     def problem(self, parameters: Iterable[torch.Tensor], padded: bool = False) -> str:
-        """Why the copies are not the whole load: another operation, or, unless `padded`, a byte that is not written
+        """Return why the copies are not the whole load: another operation, or, unless `padded`, a byte not written
         once."""
         if self._odd:
             return f"load_weights also runs {self._odd[0]}"
@@ -117,7 +113,7 @@ class Recorder(TorchDispatchMode):
 
 
 def grouped(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Pairs]:
-    """`_foreach_copy_` fuses a list only if all of it has one pair of dtypes and equal, dense strides."""
+    """`_foreach_copy_` fuses only lists with one pair of dtypes and equal, dense strides."""
     groups: dict[tuple[Any, ...], Pairs] = {}
     for target, source in copies:
         dense = target.is_contiguous() and source.is_contiguous()
@@ -130,12 +126,10 @@ def grouped(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Pairs]:
 
 
 def storage(tensor: torch.Tensor) -> int:
-    """Address of the memory that `tensor` is a view of."""
     return tensor.untyped_storage().data_ptr()
 
 
 def span(tensor: torch.Tensor) -> tuple[int, int]:
-    """Addresses of its first byte and of the one behind its last."""
     return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
 
 

@@ -1,7 +1,7 @@
-"""Loads policies from a copy of those parts of the weights that vLLM's loaders take for one worker.
+"""Loads policies from the parts of weights that vLLM's loaders take for one worker.
 
-`find` runs `model.load_weights` on tensors without values and notes the regions that it copies; the worker stages these
-(`learner/weights/slices.py`), and `load` makes the copies, on the current stream.
+`find` runs `model.load_weights` without values and notes the copied regions; the worker stages these
+(`learner/weights/slices.py`), and `load` copies them on the current stream.
 """
 
 import logging
@@ -21,12 +21,12 @@ LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
 
 @dataclass
 class Loading:
-    """How regions get into a model whose parameters lie at `addresses`."""
+    """How regions get into parameters at `addresses`."""
 
     addresses: list[int]
     targets: dict[Region, list[torch.Tensor]]
     fills: list[Callable[[], object]]
-    """Further writes of the loaders, made once."""
+    """Written once."""
     groups: dict[tuple[int, int], list[Pairs]] = field(default_factory=dict)
 
 
@@ -39,9 +39,9 @@ class RegionCopies:
         self._again: Callable[[], Regions] = Regions
 
     def find(self, specs: Sequence[Spec], load: LoadWeights) -> Regions:
-        """The regions that `load` copies into the model. Changes no parameter."""
+        """Return the regions that `load` copies; change no parameter."""
         self._again = lambda: self.find(specs, load)
-        try:  # pages that nothing touches, in host memory, from which vLLM reads files too
+        try:  # untouched pages of host memory, from which vLLM reads files too
             sources = {name: torch.empty(shape, dtype=dtype, device="cpu") for name, shape, dtype in specs}
         except RuntimeError as error:
             return Regions(problem=f"no address space for tensors of this size: {error}")
@@ -69,7 +69,7 @@ class RegionCopies:
 
     @torch.no_grad()
     def load(self, staged: Sequence[tuple[Region, torch.Tensor]]) -> None:
-        """Load all regions, or the trained ones. Raises ValueError where the loaders take other regions by now."""
+        """Load all regions, or the trained ones. Raises ValueError if the loaders now take others."""
         loading = self._current({region for region, _ in staged})
         key = storage(staged[0][1]), len(staged)
         if key not in loading.groups:

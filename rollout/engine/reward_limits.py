@@ -1,4 +1,4 @@
-"""Limits of a reward server: requests at a time, size and time of a body, names and pages."""
+"""Limits requests to a reward server: number, size, time, names and pages."""
 
 import asyncio
 from collections.abc import Awaitable, Callable
@@ -8,7 +8,6 @@ from configs.http_limits import BODY_S, HEADERS, POLICY, is_loopback_host, name_
 
 MOST_REQUESTS, MOST_BODY = 4096, 64 * 2**20
 HEAD_LIMITS = {"h11_max_incomplete_event_size": 2**16, "h11_max_header_count": 64}
-"""Bytes and fields of a request's head."""
 ADDED = [
     (name.lower().encode(), value.encode()) for name, value in (HEADERS | {"Content-Security-Policy": POLICY}).items()
 ]
@@ -19,7 +18,7 @@ App = Callable[[dict[str, Any], Receive, Send], Awaitable[None]]
 
 
 class RequestLimits:
-    """On a loopback `host` requests must name this machine."""
+    """Limits requests; on a loopback `host` they must name this machine."""
 
     def __init__(self, app: App, host: str) -> None:
         self.app, self.host = app, host
@@ -65,7 +64,7 @@ class BodyRefused(Exception):
 
 
 class LimitedBody:
-    """The body of a request as it arrives."""
+    """A request's body as it arrives."""
 
     def __init__(self, receive: Receive) -> None:
         self._receive, self._size, self._whole = receive, 0, False
@@ -87,7 +86,7 @@ class LimitedBody:
 
 
 class MarkedResponse:
-    """A response as it is sent, with headers for browsers."""
+    """Adds headers for browsers."""
 
     def __init__(self, send: Send) -> None:
         self._send, self.begun = send, False
@@ -100,7 +99,6 @@ class MarkedResponse:
 
 
 async def refuse(send: Send, status: int, reason: str) -> None:
-    """Answer with an error, in words."""
     headers = [(b"content-type", b"text/plain; charset=utf-8"), (b"connection", b"close"), *ADDED]
     await send({"type": "http.response.start", "status": status, "headers": headers})
     await send({"type": "http.response.body", "body": reason.encode()})

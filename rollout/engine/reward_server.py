@@ -1,7 +1,7 @@
-"""`python -m rollout reward RUN.yaml [--name reward-0]`: a reward server, vLLM's own API server over `reward.model`.
+"""`python -m rollout reward RUN.yaml [--name reward-0]`: vLLM's API server over `reward.model`.
 
-`--name` ends in the number that its port follows from. Rollout servers ask it over HTTP with the token of the run. Runs
-until a signal; exit codes: 0 ended by a signal, 1 failed, 2 refused. vLLM's processes die with it.
+The number in `--name` chooses the port. Rollout servers ask over HTTP with the run's token. Exit codes: 0 ended by a
+signal, 1 failed, 2 refused. vLLM's processes die with it.
 """
 
 import json
@@ -35,7 +35,6 @@ LEVEL = "warning"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until a signal comes; returns the exit code."""
     flags, rest = split_flags(argv, PROG, name={"default": "reward-0"})
     config = read(rest, f"{PROG} [--name reward-0]", check_reward_server)
     number = flags.name.rpartition("-")[2]
@@ -51,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def run_api_server(keys: Path, words: Sequence[str], cpu: bool) -> None:
-    """Run vLLM's API server in this process, with these arguments, until a signal comes."""
+    """Run vLLM's API server in this process until a signal."""
     os.environ[KEYS_VARIABLE] = str(keys.absolute())
     for key, value in environment(cpu).items():
         os.environ.setdefault(key, value)
@@ -62,7 +61,6 @@ def run_api_server(keys: Path, words: Sequence[str], cpu: bool) -> None:
 
 
 def check_reward_server(config: Config) -> None:
-    """Raise ConfigError with every contradiction."""
     further = [*unknown_fields(config.reward.engine, "reward"), *unreadable_variables(), *moved()]
     if config.reward.model is None:
         further = [*further, "reward.model: missing; name the folder of a sequence classification model"]
@@ -70,7 +68,7 @@ def check_reward_server(config: Config) -> None:
 
 
 def words(config: Config, number: int, cpu: bool) -> list[str]:
-    """Our defaults, then `reward.engine`, then what Headrace depends on."""
+    """Merge our defaults, `reward.engine`, and what Headrace depends on."""
     reward = config.reward
     defaults: dict[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_BYTES} if cpu else {}
     ours = {
@@ -87,7 +85,6 @@ def words(config: Config, number: int, cpu: bool) -> list[str]:
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:
-    """Arguments of vLLM's server as words."""
     found = []
     for name, value in arguments.items():
         flag = name.replace("_", "-")
@@ -101,8 +98,7 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
 
 
 class TokenGate:
-    """Limits requests, refuses those without the token, except `GET /health`, and notes for the keeper that it has
-    scored."""
+    """Refuses requests without the token, except `GET /health`; notes scored ones for the keeper."""
 
     host: ClassVar[str] = ""
     scores: ClassVar[str] = "/classify"
@@ -131,7 +127,6 @@ class TokenGate:
 
 
 async def refuse(scope: dict[str, Any], send: Callable[..., Any]) -> None:
-    """Answer a request without the token: status 401, or the end of a web socket."""
     if scope["type"] != "http":
         await send({"type": "websocket.close", "code": 1008})
         return

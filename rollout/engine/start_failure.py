@@ -1,7 +1,7 @@
-"""Finds out why vLLM's engine process did not start, so that the server is not restarted if that cannot help.
+"""Finds out why vLLM's engine process did not start, so that no server is restarted in vain.
 
-A handler of vLLM's logger writes the exception to a file. A spawned process adds the handler when it imports the
-worker's extension, and finds the file in a variable.
+A handler of vLLM's logger writes the exception to a file named by a variable; spawned processes add it when they import
+the worker's extension.
 """
 
 import logging
@@ -15,12 +15,12 @@ from rollout.engine.door.leant_on import LOGGER
 
 FILE = "HEADRACE_START_FAILURE"
 FINAL = (NotImplementedError, ValueError, AttributeError, ImportError, KeyError, TypeError)
-"""A config without a key that vLLM reads raises AttributeError."""
+"""AttributeError: a config lacks a key that vLLM reads."""
 
 
 @contextmanager
 def final_failures() -> Iterator[None]:
-    """Raise ConfigError in place of RuntimeError if the engine process wrote a final reason."""
+    """Raise ConfigError for RuntimeError if the engine process wrote a final reason."""
     with tempfile.NamedTemporaryFile("r", prefix="headrace-", encoding="utf-8") as file:
         handler, logger = ReasonFile(file.name), logging.getLogger(LOGGER)
         logger.addHandler(handler)
@@ -44,7 +44,7 @@ def report_final_failures() -> None:
 
 
 class ReasonFile(logging.Handler):
-    """Writes the first logged exception that is final to a file."""
+    """Writes the first final exception to a file."""
 
     def __init__(self, name: str) -> None:
         super().__init__(logging.ERROR)
@@ -59,5 +59,5 @@ class ReasonFile(logging.Handler):
 
 
 def is_final(error: BaseException) -> bool:
-    """Errors about memory are not final: another process may end."""
+    """Lack of memory is not final: another process may end."""
     return isinstance(error, FINAL) and "memory" not in str(error).lower()

@@ -1,7 +1,7 @@
-"""`python -m rollout teacher RUN.yaml [--name teacher-0]`: a teacher server, vLLM's own API server over a teacher.
+"""`python -m rollout teacher RUN.yaml [--name teacher-0]`: vLLM's API server over a teacher.
 
-`--name` ends in the number that its port and its teacher follow from. Rollout servers ask it over HTTP with the token
-of the run. Runs until a signal; exit codes: 0 ended by a signal, 1 failed, 2 refused. vLLM's processes die with it.
+The number in `--name` chooses port and teacher. Rollout servers ask over HTTP with the run's token. Exit codes: 0 ended
+by a signal, 1 failed, 2 refused. vLLM's processes die with it.
 """
 
 from collections.abc import Sequence
@@ -26,7 +26,6 @@ PROG = "python -m rollout teacher"
 
 
 def main(argv: Sequence[str]) -> int:
-    """Serve until a signal comes; returns the exit code."""
     flags, rest = split_flags(argv, PROG, name={"default": "teacher-0"})
     config = read(rest, f"{PROG} [--name teacher-0]", check_teacher_server)
     number, last = flags.name.rpartition("-")[2], len(config.teacher.served) - 1
@@ -42,12 +41,10 @@ def main(argv: Sequence[str]) -> int:
 
 
 def check_teacher_server(config: Config) -> None:
-    """Raise ConfigError with every contradiction."""
     check(config, files=("teacher.model",), further=[*unknown_arguments(config), *unreadable_variables(), *moved()])
 
 
 def unknown_arguments(config: Config) -> list[str]:
-    """A line for each engine argument of a teacher that the installed vLLM does not have."""
     lines = []
     for source, each in config.teacher.teachers.items():
         key = key_of(config.teacher, source)
@@ -58,7 +55,7 @@ def unknown_arguments(config: Config) -> list[str]:
 
 
 def arguments(config: Config, number: int, cpu: bool) -> dict[str, Any]:
-    """Our defaults, then the teacher's `engine`, then what Headrace depends on."""
+    """Merge our defaults, the teacher's `engine`, and what Headrace depends on."""
     teacher = config.teacher.teachers[config.teacher.served[number]]
     defaults: dict[str, Any] = {
         "max_model_len": max_sample_tokens(config) + 1,

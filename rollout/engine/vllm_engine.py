@@ -1,7 +1,7 @@
 """vLLM for a rollout server: exact tokens, their log-probabilities and versions, and new weights between two steps.
 
-vLLM runs the model in a process of its own; when that dies, all callers get EngineDead. `Engine.start` blocks the event
-loop for tens of seconds.
+vLLM runs the model in its own process; when that dies, all callers get EngineDead. `Engine.start` blocks the event loop
+for tens of seconds.
 """
 
 import asyncio
@@ -60,7 +60,7 @@ class Engine:
         self._llm, self._reports, self._requests = llm, reports, requests
         self._version = self._loads = self._folders = 0
         self.tower_frozen = False
-        """Whether no policy changes what sees images: then vLLM encodes an image once."""
+        """No policy changes the tower, so vLLM encodes an image once."""
         self.routes: ReturnedRoutes | None = None
         self._numbers = itertools.count()
         self._pausing = asyncio.Lock()
@@ -68,7 +68,7 @@ class Engine:
 
     @classmethod
     async def start(cls, config: Config, seed: int, early: EarlyProcess | None = None) -> "Engine":
-        """Start vLLM with dummy weights, or the base with an empty adapter; `early` becomes its process. Raises
+        """Start with dummy weights, or the base with an empty adapter; `early` becomes vLLM's process. Raises
         ConfigError, EngineDead."""
         cpu = on_cpu(config)
         if problems := list(unserved_shapes(config, cpu)):
@@ -84,13 +84,12 @@ class Engine:
 
     @classmethod
     async def launch(cls, arguments: dict[str, Any]) -> "Engine":
-        """Raises ConfigError for a model that cannot be given policies, or whose routes vLLM does not return;
-        EngineDead."""
+        """Raises ConfigError if vLLM takes no policies or returns no routes, EngineDead."""
         reports = Reports()
         # they block SIGTERM, so they work through the drain when a job gets it
         with translate_engine_errors(), final_failures(), blocked(signal.SIGTERM):
             llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**arguments), stat_loggers=[lambda *_: reports])
-        logging: Any = llm.logger_manager  # adds a logger that every output pays for
+        logging: Any = llm.logger_manager  # every output pays for vLLM's further logger
         logging.stat_loggers = [each for each in logging.stat_loggers if not isinstance(each, PrometheusStatLogger)]
         gc.collect()
         gc.freeze()  # else each full collection walks a million objects, and every token waits for it
@@ -129,9 +128,8 @@ class Engine:
     ) -> Completion:
         """Sample a continuation of `prompt`, up to a stop token, which is kept, or `max_tokens`.
 
-        Log-probabilities are under `temperature`. Prompts are cached under `salt`. `routed`: so many first tokens need
-        no routes. Raises EpisodeError for tokens that vLLM refuses, EngineError for another error of this request,
-        EngineDead.
+        Log-probabilities are under `temperature`. Prompts are cached under `salt`. The first `routed` tokens need no
+        routes. Raises EpisodeError for refused tokens, EngineError for other errors of this request, EngineDead.
         """
         salt = salt or self.salt
 
@@ -159,7 +157,7 @@ class Engine:
         return Completion(end.new_token_ids, *unpack(end), finish, routes)
 
     async def probe(self, tokens: list[int], images: Sequence[PlacedImage] = ()) -> list[float]:
-        """Raw log-probabilities (temperature 1) of `tokens[1:]`."""
+        """Return log-probabilities (temperature 1) of `tokens[1:]`."""
         parameters = SamplingParams(
             max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
@@ -184,7 +182,7 @@ class Engine:
                 await self.call_or_death(self._llm.resume_generation(), None)
 
     async def collective(self, method: str, *args: Any, timeout_s: float) -> list[Any]:
-        """Answers of every worker, by rank. Raises EngineDead if they take longer, EngineError."""
+        """Return all workers' answers, by rank. Raises EngineError, or EngineDead after `timeout_s`."""
         call = self._llm.collective_rpc(method, args=args)
         try:
             answers: list[Any] = await self.call_or_death(call, timeout_s)
@@ -193,7 +191,7 @@ class Engine:
         return answers
 
     async def load_trial(self, changed: str, timeout_s: float) -> None:
-        """Load random weights, those of the kind `changed` in another way (`experts/trial_weights.py`)."""
+        """Load random weights, the kind `changed` in another way (`experts/trial_weights.py`)."""
         await self.collective("rl_load_trial", changed, timeout_s=timeout_s)
         self._loads += 1
 
@@ -203,11 +201,11 @@ class Engine:
         self._folders += 1
 
     async def alive(self, timeout_s: float) -> None:
-        """Raises EngineDead unless vLLM's process lives and its workers answer."""
+        """Raises EngineDead unless process and workers answer."""
         await self.collective("rl_ping", timeout_s=timeout_s)
 
     async def died(self) -> None:
-        """Wait for the death of vLLM's process, then raise EngineDead."""
+        """Wait for the process's death; raise EngineDead."""
         handler = self._llm.output_handler
         if handler is not None:
             await asyncio.wait([handler])
@@ -215,7 +213,7 @@ class Engine:
 
     @property
     def version(self) -> int:
-        """Set once the workers have loaded it; what other weights cached is not used then."""
+        """Set after the workers' load; drops what other weights cached."""
         return self._version
 
     @version.setter
@@ -225,12 +223,11 @@ class Engine:
 
     @property
     def vocabulary(self) -> int:
-        """Rows of the model's embedding, more than the tokenizer's words."""
+        """Rows of the embedding, more than the tokenizer's words."""
         return int(self._llm.model_config.get_vocab_size())
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sequence."""
         return int(self._llm.model_config.max_model_len)
 
     @property
@@ -238,7 +235,7 @@ class Engine:
         return self._reports.tokens
 
     def stats(self) -> dict[str, float]:
-        """What vLLM's process last reported; means and the longest stall are since the last call."""
+        """Return vLLM's last report; means and the longest stall are since the last call."""
         (then, before), now, reports = self._last_stats, time.monotonic(), self._reports
         self._last_stats = (now, reports.tokens)
         stall_s, reports.stall_s = reports.stall_s, 0.0
@@ -252,7 +249,6 @@ class Engine:
         }
 
     def sequences_by_kv(self, mean_tokens: float) -> int:
-        """How many sequences the KV cache holds, with half a block to spare."""
         cache = self._llm.vllm_config.cache_config
         assert cache.num_gpu_blocks is not None
         return int(cache.num_gpu_blocks / (mean_tokens / cache.block_size + 0.5))
@@ -278,8 +274,7 @@ class Engine:
 
     @property
     def salt(self) -> str:
-        """Changes with the weights, also where the version does not. A sample of several turns keeps its first salt, so
-        that its history is not computed again."""
+        """Changes with each load. A sample of several turns keeps its first salt, so that its history stays cached."""
         return str(self._loads)
 
     def _input(self, tokens: list[int], images: Sequence[PlacedImage], salt: str) -> Any:
@@ -290,7 +285,7 @@ class Engine:
 
 
 def sampling_parameters(max_tokens: int, temperature: float, stop_token_ids: Sequence[int]) -> SamplingParams:
-    """How vLLM samples a completion: asking for log-probabilities makes our scheduler keep them until the end."""
+    """Asking for log-probabilities makes our scheduler keep them."""
     return SamplingParams(
         max_tokens=max_tokens,
         temperature=temperature,
@@ -304,12 +299,11 @@ def sampling_parameters(max_tokens: int, temperature: float, stop_token_ids: Seq
 
 @contextmanager
 def translate_engine_errors() -> Iterator[None]:
-    """Turn vLLM's exceptions into EngineDead and EngineError."""
     try:
         yield
     except EngineDeadError as error:
         raise EngineDead(DEAD) from error
     except Exception as error:
-        if type(error) is Exception:  # what vLLM raises when a worker's method failed
+        if type(error) is Exception:  # vLLM raises it when a worker's method failed
             raise EngineError(str(error)) from error
         raise

@@ -1,4 +1,4 @@
-"""Checks vLLM's environment variables before a server starts, because vLLM reads one only when it needs it."""
+"""Checks vLLM's environment variables at the start: vLLM reads each only when it needs it."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -7,7 +7,6 @@ from rollout.engine.door.installed import variable_readers
 
 
 def unreadable_variables(environment: Mapping[str, str] = os.environ) -> Iterator[str]:
-    """A line for each variable that the installed vLLM cannot read."""
     given = [name for name in environment if name.startswith("VLLM_")]
     readers = variable_readers() if given else {}
     for name in sorted(readers.keys() & set(given)):

@@ -1,6 +1,6 @@
-"""Sliding windows that vLLM makes one token longer than transformers and the learner: Cohere's.
+"""Corrects Cohere's sliding windows, which vLLM makes one token longer than transformers and the learner.
 
-Log-probabilities of longer samples would differ. So the server gets a shorter window, where vLLM's source adds one.
+Log-probabilities of longer samples would differ.
 """
 
 import ast
@@ -14,10 +14,7 @@ DEFAULT = 4096
 
 
 def window_override(model_path: str) -> dict[str, Any]:
-    """What vLLM reads in place of the model's own window, such as `{"sliding_window": 4095}`; empty for most models.
-
-    Raises ConfigError for an unreadable config.json.
-    """
+    """Return overrides such as `{"sliding_window": 4095}`, or {}. Raises ConfigError for an unreadable config.json."""
     config = read_model_file(model_path, "config.json") or {}
     window = config.get("sliding_window", DEFAULT)
     if window is None or config.get("model_type") != KIND or not adds_one():
@@ -26,7 +23,6 @@ def window_override(model_path: str) -> dict[str, Any]:
 
 
 def adds_one() -> bool:
-    """Whether the installed vLLM adds one to the window."""
     node = attention_of_cohere()
     return node is not None and any(_is_sum(each) for each in ast.walk(node))
 

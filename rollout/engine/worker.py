@@ -1,8 +1,6 @@
-"""Headrace's part of each vLLM worker: stamps samples with the version of the weights, receives weights while it
-generates, and loads them between two steps.
+"""Headrace's part of each vLLM worker: stamps samples with versions, receives weights, loads them between two steps.
 
-vLLM mixes `WorkerExtension` into its worker class. Names begin with `rl_`, so as not to shadow vLLM's. No method
-waits for the GPU.
+vLLM mixes `WorkerExtension` into its worker class. `rl_` avoids vLLM's names. No method waits for the GPU.
 """
 
 import time
@@ -25,8 +23,6 @@ report_final_failures()  # vLLM's engine process imports this module before it b
 
 
 class WorkerExtension:
-    """Uses `device`, `rank`, `model_runner` and `vllm_config` of vLLM's worker."""
-
     device: torch.device
     rank: int
     model_runner: Any
@@ -41,13 +37,13 @@ class WorkerExtension:
         return ModelLoad(self.model_runner.get_model(), self.vllm_config, self.device)
 
     def rl_refusal(self) -> str:
-        """Why this model cannot be given policies, or ""."""
+        """Return why this model cannot be given policies, or ""."""
         model = self.model_runner.get_model()
         tried = needs_trial(model, self.vllm_config)
         return refusal(model, self.vllm_config) or (cannot_be_tried(self.vllm_config.model_config) if tried else "")
 
     def rl_trial_kinds(self) -> list[str]:
-        """Kinds of weights whose loads are to be tried; none where loads were compared."""
+        """Return kinds of weights whose loads must be tried."""
         needed = needs_trial(self.model_runner.get_model(), self.vllm_config)
         return self.rl_trial_weights.kinds() if needed else []
 
@@ -63,11 +59,11 @@ class WorkerExtension:
         return {"backend": backend_of(self.device)}
 
     def rl_ping(self) -> float:
-        """An answer shows that the engine is not stuck."""
+        """Shows that the engine is not stuck."""
         return time.monotonic()
 
     def rl_stamp(self, version: int) -> None:
-        """Called once before anything is generated."""
+        """First called before anything is generated."""
         if self.rl_version is None:
             sample = self.model_runner.sample_tokens
             self.model_runner.sample_tokens = lambda grammar_output: stamped(sample(grammar_output), self.rl_version)
@@ -80,7 +76,7 @@ class WorkerExtension:
         self.rl_model.register()
 
     def rl_prepare(self, welcome: bytes, staging: str) -> tuple[str, str, str]:
-        """Allocate a staging copy or buckets; returns the plans' digests, and `full`, `slices` or `bucket`."""
+        """Allocate a staging copy or buckets; return the plans' digests, and `full`, `slices` or `bucket`."""
         if self.rl_staging is None:
             self.rl_staging = Staging(self.device, self.rank, self.rl_model.stream, self.rl_model.regions)
         self.rl_model.forget_staged()
@@ -93,11 +89,11 @@ class WorkerExtension:
         self.rl_staging.receive(go, notify)
 
     def rl_abort(self) -> bool:
-        """Stop receiving. Returns whether the buckets are free; if not, they are after the next report."""
+        """Return whether the buckets are free; if not, the next report frees them."""
         return self.rl_staging is None or self.rl_staging.abort()
 
     def rl_load(self, version: int) -> None:
-        """Load the staged `version`, which samples from the next step on."""
+        """The staged `version` samples from the next step on."""
         assert self.rl_staging is not None
         if self.rl_staging.mode == "slices":
             assert isinstance(self.rl_model, ModelLoad)
@@ -113,7 +109,7 @@ class WorkerExtension:
 
 
 class StampedOutput(AsyncModelRunnerOutput):
-    """A step's output on the GPU, with the version that it was launched with."""
+    """Keeps the version at a step's launch."""
 
     def __init__(self, output: AsyncModelRunnerOutput, version: int | None) -> None:
         self.output, self.version = output, version
@@ -123,13 +119,13 @@ class StampedOutput(AsyncModelRunnerOutput):
         return output
 
     def get_kv_connector_output(self) -> Any:
-        """What vLLM 0.33 asks for after a failed step."""
+        """vLLM 0.33 asks for it after a failed step."""
         output: Any = self.output
         return output.get_kv_connector_output()
 
 
 def stamped(output: Any, version: int | None) -> Any:
-    """Give the output its `rl_version`: its tokens may be taken after the next load."""
+    """Stamp an output whose tokens may be taken after the next load."""
     if isinstance(output, AsyncModelRunnerOutput):
         return StampedOutput(output, version)
     if isinstance(output, ModelRunnerOutput):

@@ -1,7 +1,4 @@
-"""An episode: from a dispatched item to its group, or a `Failure`, which never becomes a reward of zero.
-
-One server makes all samples of a group.
-"""
+"""An episode: from a dispatched item to its group or a `Failure`, never a reward of zero."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
@@ -29,7 +26,7 @@ from rollout.teachers.scoring import Teachers
 
 REASON_CHARS = 300
 Ended = Callable[["asyncio.Task[Recorded]"], object]
-"""Called when a sample has ended and needs no place any more."""
+"""Called when a sample needs no place any more."""
 
 
 def uncounted(sample: "asyncio.Task[Recorded]") -> None:
@@ -44,7 +41,7 @@ class Group:
     failures: FailureLog = field(default_factory=FailureLog)
 
     async def deliver(self, buffer: RolloutClient, item: WorkItem) -> None:
-        """A group that is too large or refused becomes a failure."""
+        """A group that is refused or too large becomes a failure."""
         try:
             stored = await buffer.put(item, self.samples)
         except RefusedError as error:
@@ -56,7 +53,7 @@ class Group:
 
 @dataclass(frozen=True)
 class Failure:
-    """Why an item did not become a group. `returned`: this counts as no attempt."""
+    """Why an item did not become a group. `returned`: counts as no attempt."""
 
     reason: str
     kind: FailureKind = "infrastructure"
@@ -81,7 +78,6 @@ class Episodes:
     failures: FailureLog = field(default_factory=FailureLog)
     stages: Stages = field(default_factory=Stages)
     teachers: Teachers | None = None
-    """None for a run without a teacher, or an evaluation."""
     first: FirstShown | None = None
     _open: dict[int, asyncio.Future[Failure]] = field(default_factory=dict)
 
@@ -105,12 +101,11 @@ class Episodes:
         self.abandon(list(self._open), failure)
 
     async def attempt(self, row: dict[str, Any], ended: Ended = uncounted) -> Group | Failure:
-        """Make a row a group."""
         try:
             return Group(await self._play(row, ended), self.failures)
         except* EpisodeError as errors:
             found = [error for error in all_errors(errors) if isinstance(error, EpisodeError)]
-            error = min(found, key=lambda error: error.returned)  # the sample that ended a worker, not one beside it
+            error = min(found, key=lambda error: error.returned)  # the sample that ended the worker
             reason = " ".join(without_credentials(str(error)).split())[:REASON_CHARS]
             self.failures.record(error, reason)
             failure = Failure(reason, error.kind, error.permanent, error.returned)
@@ -164,7 +159,7 @@ class Episodes:
         return own
 
     def _answer(self, trajectory: Trajectory, row: dict[str, Any]) -> Answer:
-        """What follows the prompts, without the earlier text that later segments repeat."""
+        """Leave out earlier text that later segments repeat."""
         columns, starts = trajectory.columns or trajectory.arrays(), trajectory.starts
         firsts = [trajectory.start, *(start + int(columns["sampled"][start:].argmax()) for start in starts[1:])]
         spans = [slice(*span) for span in zip(firsts, [*starts[1:], None], strict=True)]
@@ -180,7 +175,7 @@ class Episodes:
         return Answer(self.prompts.text(tokens), len(tokens), row, turns or None, raw, prompt)
 
     async def _play_once(self, problem: Problem, salt: str) -> Recorded:
-        """A failed sample is tried anew: it need not fail the group."""
+        """A failed sample need not fail the group."""
         for left in reversed(range(self.sample_attempts)):
             try:
                 return await self._try_once(problem, salt)

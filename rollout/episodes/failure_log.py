@@ -1,4 +1,4 @@
-"""What a rollout server logs of attempts that failed."""
+"""Logs failed attempts."""
 
 import logging
 import time
@@ -11,7 +11,7 @@ REPEAT_S = 30.0
 
 
 class FailureLog:
-    """Logs the first failure of each kind and exception type, and counts later ones."""
+    """Logs the first failure of each kind and exception type; counts later ones."""
 
     def __init__(self, repeat_s: float = REPEAT_S) -> None:
         self.repeat_s = repeat_s

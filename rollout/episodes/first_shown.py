@@ -1,4 +1,4 @@
-"""Logs the first prompt of a rollout server as the model reads it, and the first answer: they show most mistakes."""
+"""Logs a server's first prompt, as the model reads it, and its first answer: they show most mistakes."""
 
 import logging
 
@@ -11,8 +11,6 @@ MOST_CHARS = 2000
 
 
 class FirstShown:
-    """Logs each of them once."""
-
     def __init__(self, prompts: Prompts) -> None:
         self._prompts, self._left = prompts, {"prompt", "answer"}
 
@@ -39,7 +37,6 @@ class FirstShown:
 
 
 def shortened(text: str, most: int) -> str:
-    """The beginning and end of a text longer than `most` characters."""
     if len(text) <= most:
         return text
     half = most // 2

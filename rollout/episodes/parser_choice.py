@@ -1,5 +1,4 @@
-"""Settles `rollout.chat` for a model: the parsers that `auto` chooses, and whether they read what the template
-writes."""
+"""Chooses parsers for `rollout.chat: auto`, and tries them on the template."""
 
 import json
 
@@ -18,7 +17,7 @@ PARAMETERS = {"type": "object", "properties": {"a": {"type": "string"}, "b": {"t
 
 
 def settled_chat(config: Config, prompts: Prompts) -> ChatConfig:
-    """`rollout.chat` with `auto` and `thinking` resolved. Raises ValueError."""
+    """Resolve `auto` and `thinking`. Raises ValueError."""
     kind, chat = model_facts(config.model.path).kind or "", config.rollout.chat
     found: dict[str, str | None] = {key: choose(key, getattr(chat, key), kind, prompts.template_text) for key in KEYS}
     for key, name in found.items():

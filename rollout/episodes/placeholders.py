@@ -1,4 +1,4 @@
-"""Placeholders of images among tokens: given ones need their image, sampled ones are text, whatever their id."""
+"""Placeholders of images: given ones need their image, sampled ones are text."""
 
 from collections.abc import Iterator, Sequence
 
@@ -18,7 +18,7 @@ class SampledSoFar:
         self._turns.append((list(tokens), completion))
 
     def among(self, tokens: list[int]) -> np.ndarray:
-        """bool [tokens]: which ones the policy sampled after the very tokens before them."""
+        """Return bool [tokens]: which ones the policy sampled after these very tokens."""
         sampled = np.zeros(len(tokens), bool)
         for before, completion in self._turns:
             if tokens[: len(before)] == before:
@@ -31,7 +31,7 @@ class SampledSoFar:
 def misplaced(
     tokens: list[int], sampled: np.ndarray, images: Sequence[PlacedImage], form: ImageFormat | None, most: int
 ) -> Iterator[str]:
-    """The faults of `images`. `sampled`: [tokens]."""
+    """Yield the faults of `images`. `sampled`: [tokens]."""
     if not all(isinstance(image, PlacedImage) for image in images):
         yield f"images are {images!r:.200}; a list of PlacedImage is needed, as Trajectory.images"
         return

@@ -1,6 +1,6 @@
-"""From a row of the data set to the tokens of its prompt, and from tokens to text.
+"""From a row of the data set to its prompt's tokens, and back to text.
 
-It reads `prompt` of TinyZero and verl, `problem` of EasyR1, and `images`, marked by `<image>` in a text.
+Reads `prompt` of TinyZero and verl, `problem` of EasyR1, and `images`, marked by `<image>`.
 """
 
 import re
@@ -64,7 +64,7 @@ class Prompts:
 
     @cached_property
     def end_sources(self) -> dict[int, str]:
-        """The model's own ends of an answer, and what names each. A base model's files name the end of a text only.
+        """Tokens that end an answer, and what names each. A base model's files name only the end of a text.
 
         Example: `{151643: "tokenizer", 151645: "chat template"}`
         """
@@ -91,7 +91,7 @@ class Prompts:
             raise ConfigError([f"rollout.chat.thinking: {'on' if wanted else 'off'}: {error}"]) from None
 
     def with_pictures(self, row: dict[str, Any]) -> tuple[dict[str, Any], list[Picture]]:
-        """The row with its image files, and the pictures: tens of milliseconds for a photo. Raises PromptError."""
+        """Decode the row's images, in tens of milliseconds. Raises PromptError."""
         files, pictures = list[bytes](), list[Picture]()
         try:
             for data in row[IMAGES]:
@@ -102,7 +102,7 @@ class Prompts:
         return row | {IMAGES: files}, pictures
 
     def tokens(self, row: dict[str, Any], pictures: Sequence[Picture] = ()) -> list[int]:
-        """The prompt with the header of an answer. Raises PromptError."""
+        """Encode the prompt with the answer's header. Raises PromptError."""
         tokens = self.encode(row, pictures)
         if len(tokens) > self.longest:
             long = PromptError(f"prompt longer than data.max_prompt_tokens {self.longest}")
@@ -111,7 +111,7 @@ class Prompts:
         return tokens
 
     def encode(self, row: dict[str, Any], pictures: Sequence[Picture] = ()) -> list[int]:
-        """`tokens` of any number. Raises PromptError."""
+        """As `tokens`, of any length. Raises PromptError."""
         try:
             messages = self.messages(row)
             if self.plain:
@@ -128,7 +128,7 @@ class Prompts:
         return tokens
 
     def _rendered(self, messages: list[dict[str, Any]]) -> str:
-        """The answer continues a last message of the assistant's."""
+        """The answer continues a last assistant message."""
         last = messages[-1]
         continued = last["role"] == "assistant"
         if continued and last.get("tool_calls"):
@@ -143,7 +143,7 @@ class Prompts:
             raise
 
     def chat_text(self, messages: list[dict[str, Any]], header: bool) -> str:
-        """Render `messages`; `header` adds the beginning of an answer. Raises PromptError."""
+        """`header` adds the beginning of an answer. Raises PromptError."""
         try:
             return self._texts.render(messages, header, kwargs=self.template_kwargs)
         except RenderError as error:
@@ -155,7 +155,7 @@ class Prompts:
         return self._open(self.tokenizer.encode(self._joined(messages)))
 
     def _open(self, tokens: list[int]) -> list[int]:
-        """Drop the end that some tokenizers add: an answer follows."""
+        """Some tokenizers add an end, but an answer follows."""
         return tokens[:-1] if tokens and tokens[-1] in self.ends else tokens
 
     def _joined(self, messages: list[dict[str, Any]]) -> str:
@@ -170,7 +170,7 @@ class Prompts:
         return f"{self.form.padding}{image}{self.form.padding}"
 
     def _marked(self, text: str) -> str:
-        """Gemma 3's template writes only the first token of an image; its processor writes all."""
+        """Gemma 3's template writes only the first token of an image, its processor all."""
         if self.form is None or not self.form.padding:
             return text
         return text.replace(str(self.tokenizer.convert_ids_to_tokens(self.form.vision_start)), self._image_text())
@@ -189,7 +189,7 @@ class Prompts:
         return found
 
     def text(self, tokens: Sequence[int] | np.ndarray, special: bool = False) -> str:
-        numbers = np.array(tokens, np.int64)  # a list would be walked through
+        numbers = np.array(tokens, np.int64)  # decode walks through a list
         return str(self.tokenizer.decode(numbers, skip_special_tokens=not special))
 
     def shown(self, tokens: list[int]) -> str:
@@ -200,7 +200,7 @@ class Prompts:
         return re.sub(f"({re.escape(name)})+", lambda run: f"{name} x {len(run[0]) // len(name)}", text)
 
     def messages(self, row: dict[str, Any]) -> list[dict[str, Any]]:
-        """The chat of a row, template and system prompt applied."""
+        """Apply template and system prompt to the row's chat."""
         if row.get("videos"):
             raise PromptError("the row has videos; only text and images are shown to the model")
         images = row.get(IMAGES)
@@ -241,12 +241,10 @@ class Prompts:
 
 
 def without_images(row: dict[str, Any]) -> dict[str, Any]:
-    """The row for rewards and reports, which take no image files."""
     return {name: value for name, value in row.items() if name != IMAGES}
 
 
 def flat(content: str | list[dict[str, Any]]) -> str:
-    """The text of a message, with MARK for each image."""
     if isinstance(content, str):
         return content
     return "".join(MARK if part["type"] == "image" else part["text"] for part in content)
@@ -260,7 +258,7 @@ def parts(text: str) -> str | list[dict[str, Any]]:
 
 
 def load_tokenizer(config: Config) -> "PreTrainedTokenizerBase":
-    """Load the model's tokenizer. Raises ValueError."""
+    """Raises ValueError."""
     from transformers import AutoTokenizer  # takes seconds
 
     path, again = config.model.path, "correct its files or download the model again"

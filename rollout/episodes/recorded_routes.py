@@ -1,7 +1,7 @@
-"""Routes of one sample, found by tokens and log-probabilities alone, whatever the task makes of its completions.
+"""Routes of one sample, found by tokens and log-probabilities alone, whatever the task makes of completions.
 
-A prompt may begin with an earlier answer: then the engine is asked only for later rows. A token's row is of the
-computation that sampled the next token, however often it is read again.
+A prompt may begin with an earlier answer, whose rows are known. A token's row is of the computation that sampled the
+next token.
 """
 
 from collections.abc import Sequence
@@ -25,14 +25,14 @@ class Continued(NamedTuple):
 
     @property
     def routed(self) -> int:
-        """Number of known rows. No computation has read the last token of an answer."""
+        """No computation has read an answer's last token."""
         return max(self.end - 1, 0)
 
 
 @dataclass(frozen=True, eq=False)
 class RoutedAnswer:
-    """What one call added after `start` tokens: int32 tokens, log-probabilities (NaN: given), and rows. The first row
-    is of the token before them."""
+    """What one call added after `start` tokens: int32 tokens, log-probabilities (NaN: given), and rows, from the token
+    before them on."""
 
     start: int
     before: bytes
@@ -42,7 +42,7 @@ class RoutedAnswer:
 
 
 class RecordedRoutes:
-    """`wanted`: the sample is of no use without routes."""
+    """Routes of one sample. `wanted`: without them it is useless."""
 
     def __init__(self, wanted: bool = False) -> None:
         self.wanted = wanted
@@ -64,8 +64,8 @@ class RecordedRoutes:
         self._ends[digest(tokens)] = tokens.size
 
     def of(self, trajectory: Trajectory) -> np.ndarray | None:
-        """[tokens, layers, k]; zeros where no answer reads a token. Raises EpisodeError for a sampled token of no
-        answer, or if `wanted` routes are missing."""
+        """Return [tokens, layers, k]; zeros where no answer reads a token. Raises EpisodeError for sampled tokens of no
+        answer, or missing `wanted` routes."""
         if not self._answers:
             if self.wanted:
                 raise EpisodeError("the task never called generate; with rollout.routing_replay its answers are needed")
@@ -101,5 +101,4 @@ class RecordedRoutes:
 
 
 def digest(tokens: np.ndarray) -> bytes:
-    """Stands for these tokens, int32."""
     return blake2b(tokens.tobytes(), digest_size=16).digest()

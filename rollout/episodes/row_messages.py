@@ -1,5 +1,4 @@
-"""Checks the messages of a row and converts them for chat templates: each content becomes a text, with MARK for an
-image."""
+"""Checks a row's messages; makes their contents texts with MARK per image."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -10,11 +9,11 @@ from rollout.errors import PromptError
 ROLES = ("system", "developer", "user", "assistant", "tool")
 """The template must name any other role."""
 ENDS = 30
-"""Characters at both ends that are searched."""
+"""Characters compared at both ends."""
 
 
 def messages_of(row: Mapping[str, Any], template: str) -> list[dict[str, Any]]:
-    """The chat of a row. Raises PromptError."""
+    """Raises PromptError."""
     prompt = row.get("prompt") or row.get("problem")
     if not prompt:
         empty = [name for name in ("prompt", "problem") if name in row]
@@ -29,7 +28,7 @@ def messages_of(row: Mapping[str, Any], template: str) -> list[dict[str, Any]]:
 
 
 def message_of(number: int, message: Any, template: str, images: bool) -> dict[str, Any]:
-    """Null keys are left out: in parquet each message has the keys of all."""
+    """Drop null keys: in parquet each message has the keys of all."""
     if not isinstance(message, Mapping) or not isinstance(role := message.get("role"), str):
         raise PromptError(f"message {number} is {message!r:.60}; role and content are needed")
     if role not in ROLES and role not in template:
@@ -41,7 +40,6 @@ def message_of(number: int, message: Any, template: str, images: bool) -> dict[s
 
 
 def text_of(place: str, content: Any, images: bool) -> str:
-    """Return the text of a content, with MARK for each image."""
     if isinstance(content, str):
         return whole(place, content)
     if not isinstance(content, list) or not content:
@@ -71,7 +69,7 @@ def whole(place: str, text: str) -> str:
 
 
 def left_out(messages: Collection[dict[str, Any]], text: str) -> str:
-    """What a chat template left out of its `text`, or "". It may reword answers and results of tools."""
+    """Return what a template left out, or "". It may reword answers and tool results."""
     squeezed = ""
     for number, message in enumerate(messages):
         content, role = message["content"], message["role"]

@@ -1,7 +1,4 @@
-"""What stands between a task and the engine: `generate`, and the check of what the task returns.
-
-Wrong requests and results of a task become an EpisodeError and never reach engine or learner.
-"""
+"""`generate` for tasks, and the check of their results; wrong ones raise EpisodeError."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -39,7 +36,7 @@ class Sampler:
     temperature: float
     max_tokens: int
     longest: int
-    """Most tokens of a whole sample."""
+    """Tokens of a whole sample."""
     form: ImageFormat | None = None
     max_images: int = 0
 
@@ -51,7 +48,7 @@ class Sampler:
         return Problem(row, prompt, self.prompts.tokenizer, left, place(prompt, pictures), self.form, self.max_tokens)
 
     def generate_for(self, problem: Problem, salt: str | None = None, routes: RecordedRoutes | None = None) -> Generate:
-        """`generate` of one sample. All turns use what is cached under `salt`; no task gets the `routes`."""
+        """All turns use the cache under `salt`."""
         so_far = SampledSoFar()
 
         async def generate(
@@ -99,7 +96,7 @@ class Sampler:
         return completion if completion.routes is None else replace(completion, routes=None)
 
     def check(self, problem: Problem, made: object) -> Recorded:
-        """What a task returned, if the learner can train on it. Raises EpisodeError."""
+        """Raises EpisodeError unless the learner can train on it."""
         if not isinstance(made, Trajectory | Recorded):
             raise EpisodeError(f"the task returned {type(made).__name__}; a Trajectory is needed")
         trajectory = made if isinstance(made, Trajectory) else made.trajectory
@@ -120,7 +117,7 @@ class Sampler:
         yield from misplaced(tokens, so_far.among(tokens), images, self.form, self.max_images)
 
     def _wrong(self, problem: Problem, trajectory: Trajectory, free: bool) -> Iterator[str]:
-        """Each line may rely on those before it. `free`: it has its own prompts."""
+        """Each check may rely on those before it. `free`: it has its own prompts."""
         lengths = {name: len(getattr(trajectory, name)) for name in COLUMNS}
         if len(set(lengths.values())) > 1:
             yield f"its columns differ in length ({', '.join(f'{name} {n}' for name, n in lengths.items())})"
@@ -182,7 +179,7 @@ def _wrong_turns(rewards: list[float], sampled: np.ndarray) -> Iterator[str]:
 
 
 def first_of(problems: Iterator[str]) -> str | None:
-    """A task's objects may be too odd to be looked at."""
+    """A task's odd objects may raise."""
     try:
         return next(problems, None)
     except (TypeError, ValueError, OverflowError, AttributeError, IndexError) as error:

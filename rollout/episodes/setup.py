@@ -1,4 +1,4 @@
-"""What a rollout server needs besides its engine; errors in the run file are found before anything is started."""
+"""What a rollout server needs besides its engine; finds errors in the run file before anything starts."""
 
 from collections.abc import Sequence
 from contextlib import AsyncExitStack
@@ -45,12 +45,11 @@ class RolloutSetup:
     rewards: RewardPool | NoReward | None
     sessions: Sessions | None = None
     teachers: Teachers | None = None
-    """None for a run without a teacher, or an evaluation."""
     _entered: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     @classmethod
     def load(cls, config: Config, name: str) -> "RolloutSetup":
-        """Load the parts of server `name`. Raises ValueError."""
+        """Raises ValueError."""
         log, built_in = config.run.path / "logs" / name, TASKS.get(config.rollout.task)
         prompts = Prompts(load_tokenizer(config), config, ImageFormat.of_run(config))
         rewards = load_rewards(config, log)
@@ -87,7 +86,7 @@ class RolloutSetup:
     def episodes(
         self, config: Config, engine: "Engine", temperature: float, samples: int, max_tokens: int | None = None
     ) -> Episodes:
-        """Temperature 0 is greedy. `max_tokens` of an answer; None: as the run trains."""
+        """Temperature 0 is greedy. `max_tokens` of an answer; None: as in training."""
         answer = max_tokens or config.sampling.max_tokens
         longest = max(max_sample_tokens(config), config.data.max_prompt_tokens + answer)
         images = config.data.max_images
@@ -103,7 +102,7 @@ def load_rewards(config: Config, log: Path) -> RewardPool | NoReward | None:
 
 
 def open_sessions(config: Config, prompts: Prompts) -> Sessions:
-    """The recorder of chat episodes. Raises ValueError."""
+    """Raises ValueError."""
     chat, parser = settled_chat(config, prompts), None
     template = ChatTemplate(prompts, chat.history == "keep", chat.template_kwargs)
     if chat.tool_parser or chat.reasoning_parser:
@@ -123,14 +122,13 @@ def open_sessions(config: Config, prompts: Prompts) -> Sessions:
 
 
 def check_scored(config: Config) -> None:
-    """Raise ConfigError for a run without a reward."""
     if config.reward.function == NO_REWARD:
         problem = f"reward.function: {NO_REWARD}, so nothing says which answers are right"
         raise ConfigError([f"{problem}; name a reward, e.g. --reward.function=math"])
 
 
 def check_server(config: Config, files: Sequence[str] = ()) -> None:
-    """Raise ConfigError for a run file that a server cannot use."""
+    """Raises ConfigError."""
     sets = ["data.eval"] if config.eval.every else []
     further = [*problems(config.rollout.engine, config), *unknown_parsers(config), *unreadable_variables(), *moved()]
     check(config, files=(*FILES, *sets, *files), further=further)

@@ -1,4 +1,4 @@
-"""How many samples are in their task, in vLLM, or with their reward: a function that hangs shows early."""
+"""Counts samples in their task, in vLLM and in scoring: a function that hangs shows early."""
 
 import time
 

@@ -1,6 +1,6 @@
 """Evaluates while the run trains: claims an evaluation of the version just loaded, holds newer ones back, plays sets.
 
-The buffer decides who evaluates what, after each load or, for what a dead server left, after a heartbeat.
+The buffer decides who evaluates what, after each load or, if a server died, after a heartbeat.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 CLAIM_S = 10.0
-"""Longest wait for the buffer, or a quarter of `weights.timeout_s`: the learner waits meanwhile."""
+"""At most a quarter of `weights.timeout_s`: the learner waits meanwhile."""
 
 
 class Evaluator:
@@ -39,16 +39,14 @@ class Evaluator:
     ) -> None:
         self.sets, self.places = sets, places
         self.steady = asyncio.Lock()
-        """Held while a version is loaded or evaluated: never both."""
+        """Held while a version is loaded or evaluated."""
         self._config, self._setup, self._engine, self._buffer, self._weights = config, setup, engine, buffer, weights
         self._loaded = False
         """vLLM has a policy, not dummy weights."""
         self._unanswered = False
-        """The buffer has not answered the last claim."""
 
     async def claim(self) -> int | None:
-        """Call between `load` and `loaded`: if an evaluation is due, newer versions are held back until `evaluate` is
-        done."""
+        """Call between `load` and `loaded`; a due evaluation holds newer versions back until `evaluate` is done."""
         self._loaded = True
         due = await self._claim()
         if due is not None:
@@ -56,7 +54,7 @@ class Evaluator:
         return due
 
     async def idle(self) -> bool:
-        """Wait until nothing is loaded or evaluated, and repeat unanswered claims; returns whether any was."""
+        """Wait until nothing is loaded or evaluated, and repeat unanswered claims; return whether there were any."""
         asked = False
         async with self.steady:
             while self._unanswered and self._weights.hold():  # else the version on its way is claimed when it is loaded
@@ -74,7 +72,7 @@ class Evaluator:
                 await self._claim_held()
 
     async def evaluate(self, due: int) -> None:
-        """Play all sets and report; ends early once the claim is lost."""
+        """Play all sets and report; end early once the claim is lost."""
         version = self._engine.version
         log.info("evaluating version %d on %s", version, ", ".join(each.name for each in self.sets))
         try:

@@ -1,4 +1,4 @@
-"""The sets of `data.eval`, and how an engine plays one, with the run's task and rewards."""
+"""Plays the sets of `data.eval` with the run's task and rewards."""
 
 import asyncio
 from collections import Counter
@@ -26,7 +26,7 @@ MOST_CHARS = 50_000
 
 @dataclass(frozen=True)
 class ProblemSet:
-    """A set of `data.eval`; its rows are read when asked for."""
+    """A set of `data.eval`, whose rows are read when asked for."""
 
     name: str
     given: EvalSet
@@ -48,7 +48,7 @@ class Played:
 
 
 def load_sets(config: Config) -> list[ProblemSet]:
-    """The sets of the run file. Raises ConfigError."""
+    """Raises ConfigError."""
     from buffer.problems import check_images, load_problems  # slow to import
 
     sets, found = [], list[str]()
@@ -68,7 +68,7 @@ def load_sets(config: Config) -> list[ProblemSet]:
 
 
 async def play(problems: ProblemSet, episodes: Episodes, places: SparePlaces, keep: int) -> Played:
-    """Make all attempts and count failures; `keep` answers are kept for reading.
+    """Make all attempts; keep `keep` answers for reading.
 
     Raises only what the server cannot survive, such as EngineDead.
     """
@@ -100,7 +100,7 @@ async def play(problems: ProblemSet, episodes: Episodes, places: SparePlaces, ke
 
 
 def attempt_of(group: Group, version: int) -> Attempt:
-    """The only sample of `group` in numbers; all of it was sampled under `version`."""
+    """Return the only sample in numbers; all of it is of `version`."""
     (sample,) = group.samples
     sampled = sample.sampled.numpy() == 1
     versions = set(sample.versions.numpy()[sampled].tolist())
@@ -109,7 +109,6 @@ def attempt_of(group: Group, version: int) -> Attempt:
 
 
 def example_of(row: dict[str, Any], group: Group) -> dict[str, Any]:
-    """The only sample of `group`, for people."""
     (sample,) = group.samples
     answer = sample.answer[:MOST_CHARS]
     return {"problem": without_images(row), "answer": answer, "reward": sample.reward, "finish": sample.finish}

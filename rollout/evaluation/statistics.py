@@ -1,4 +1,4 @@
-"""What an evaluation says of a model, from the attempts at each problem.
+"""Figures of an evaluation.
 
 Attempts without a reward have failed: they are neither solved nor unsolved.
 """
@@ -17,7 +17,7 @@ class Attempt:
 
     reward: float
     length: int
-    """Length in sampled tokens."""
+    """Sampled tokens."""
     truncated: bool
 
     @property
@@ -42,7 +42,7 @@ def pass_hat(k: int, attempts: int, solved: int) -> float:
 
 
 def figures(problems: Sequence[Sequence[Attempt]], samples: int, ks: Sequence[int]) -> dict[str, float]:
-    """The figures of a set; `problems` has the scored attempts at each one, of `samples` that were made.
+    """Compute figures from each problem's scored attempts.
 
     `mean@N`: mean share of solved attempts; `error`: its standard error over problems (Miller 2024, arXiv 2411.00640,
     section 2.2). `pass@K`, `pass^K`: means over problems with K scored attempts; `left_out@K`: number of the others.

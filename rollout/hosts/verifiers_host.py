@@ -1,10 +1,10 @@
-"""Runs a `verifiers` environment in the Python that it is installed in; nothing else of Headrace is imported here.
+"""Runs a `verifiers` environment in the Python that it is installed in; imports nothing else of Headrace.
 
     python verifiers_host.py serve ID [ARGS]               JSON lines on stdin and stdout, started by a rollout server
     python verifiers_host.py check ID [ARGS]               load the environment and end
     python verifiers_host.py export ID ROWS.jsonl [ARGS]   write its problems, for `data.train`
 
-ARGS is JSON: keyword arguments of `load_environment`, or the config of a task set of `verifiers.v1`, such as
+ARGS is JSON: arguments of `load_environment`, or the config of a task set of `verifiers.v1`, such as
 `{"taskset": {"level": 2}, "agent": {"max_turns": 8}}`.
 
     server -> host   {"id": 7, "row": {...}, "url": "http://.../v1", "sampling": {"max_tokens": 256}}   {"cancel": 7}
@@ -12,8 +12,7 @@ ARGS is JSON: keyword arguments of `load_environment`, or the config of a task s
                      {"id": 7, "ok": true, "reward": 1.0, "metrics": {...}, "error": null, "stop": "...",
                       "truncated": false}
 
-Many episodes run at a time, on one event loop. An episode that failed is never a reward: `ok` is false then. The host
-ends when its input does.
+Episodes share one event loop. A failed one has `ok` false and is never a reward. The host ends with its input.
 """
 
 import asyncio
@@ -28,7 +27,7 @@ from contextvars import ContextVar
 from typing import Any, Protocol
 
 KEY = "HEADRACE_AGENT_KEY"
-"""Clients read their key from this variable; the real key is in the URL."""
+"""Clients read their key here; the real key is in the URL."""
 MODEL = "policy"
 LONGEST_LINE = 2**26
 
@@ -52,7 +51,7 @@ class Environment(Protocol):
     async def run(self, row: Any, url: str, sampling: dict[str, Any]) -> dict[str, Any]: ...
 
     def rows(self) -> Iterable[dict[str, Any]]:
-        """`row` as `run` takes it, `problem` (text) and `answer`."""
+        """Yield `row` for `run`, `problem` (text) and `answer`."""
 
 
 class ClassicEnvironment:
@@ -155,7 +154,7 @@ class TasksetEnvironment:
 
 
 def take_empty_answers(client: Any) -> None:
-    """Score an empty answer as an empty text. verifiers 0.2 takes it for a failure of the model's server."""
+    """Score empty answers; verifiers 0.2 takes them for a failure of the model's server."""
     from verifiers.errors import EmptyModelResponseError
 
     check, read = client.raise_from_native_response, client.from_native_response
@@ -174,14 +173,14 @@ def take_empty_answers(client: Any) -> None:
 
 
 def note_errors(rubric: Any) -> None:
-    """Have reward functions note in `_raised` what they raise."""
+    """Have reward functions note errors in `_raised`."""
     for one in getattr(rubric, "rubrics", ()):
         note_errors(one)
     rubric.funcs = [noting(function) for function in rubric.funcs]
 
 
 def noting(function: Any) -> Any:
-    """The function, with the same signature."""
+    """Wrap a reward function; keep its signature."""
 
     @functools.wraps(function)
     async def call(*args: Any, **kwargs: Any) -> Any:
@@ -196,7 +195,7 @@ def noting(function: Any) -> Any:
 
 
 def load(name: str, arguments: dict[str, Any]) -> Environment:
-    """Load an environment of either API. Raises RefusedEnvironment."""
+    """Raises RefusedEnvironment."""
     os.environ.setdefault(KEY, "in-the-url")
     try:
         import verifiers
@@ -215,25 +214,22 @@ def load(name: str, arguments: dict[str, Any]) -> Environment:
 
 
 def is_classic(name: str) -> bool:
-    """Whether the environment's module has the function of the older API."""
+    """Whether the module has the older API's function."""
     from verifiers.utils.env_utils import import_env_module
 
     return hasattr(import_env_module(name), "load_environment")
 
 
 def numbers(metrics: Any) -> dict[str, float]:
-    """What of an environment's metrics are numbers."""
     return {str(key): float(value) for key, value in (metrics or {}).items() if isinstance(value, int | float)}
 
 
 def text_of(error: Any) -> str:
-    """An environment's error in one line."""
     chain = error.get("error_chain_repr") or error.get("error") if isinstance(error, dict) else error
     return " ".join(str(chain).split())[:500]
 
 
 def shown(prompt: Any) -> str:
-    """The text of a problem: its last message."""
     content = prompt[-1].get("content", "") if isinstance(prompt, list) and prompt else prompt or ""
     return content if isinstance(content, str) else " ".join(part.get("text", "") for part in content)
 
@@ -282,7 +278,7 @@ def line_of(message: dict[str, Any]) -> bytes:
 
 
 def protected() -> tuple[Any, Any]:
-    """Keep requests and answers out of reach of what an environment prints or reads."""
+    """Keep requests and answers away from what an environment prints or reads."""
     requests, answers = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     with open(os.devnull, "rb") as nothing:
         os.dup2(nothing.fileno(), 0)
@@ -291,7 +287,7 @@ def protected() -> tuple[Any, Any]:
 
 
 def export(environment: Environment, name: str, path: str) -> int:
-    """Write rows for `data.train`; returns how many."""
+    """Write rows for `data.train`; return how many."""
     number = 0
     with open(path, "w", encoding="utf-8") as file:
         for row in environment.rows():
@@ -302,7 +298,6 @@ def export(environment: Environment, name: str, path: str) -> int:
 
 
 def main(argv: list[str]) -> int:
-    """Run the command line `argv`."""
     known = {"serve": 1, "check": 1, "export": 2}
     if {"-h", "--help"} & {*argv}:
         print(__doc__)

@@ -1,5 +1,4 @@
-"""Judges an answer in its own process with a limit on processor time: an answer that breaks its reader loses only its
-own reward."""
+"""Judges answers in a limited process: one that breaks its reader loses only its own reward."""
 
 import atexit
 import gc
@@ -29,9 +28,9 @@ class JudgeLimits:
     processor_s: float = 2.0
     """Right answers take 0.01 to 0.1 s. A busy machine costs no reward."""
     clock_s: float = 7.0
-    """After this time a call that has used a quarter of `processor_s` ends too."""
+    """After this time, a call that has used a quarter of `processor_s` ends too."""
     memory_bytes: int = 2**30
-    """The process may have so much more than the worker."""
+    """Allowed beyond the worker's own."""
 
     def stay_below(self, timeout_s: float, memory_gib: float | None) -> None:
         self.processor_s, self.clock_s = min(2.0, timeout_s / 2), 0.7 * timeout_s
@@ -50,7 +49,7 @@ class GaveUpError(Exception):
 class AnswerJudge:
     """Calls `function` with plain values in a process that may be killed. Threads take turns.
 
-    Raises GaveUpError, or RewardError if the machine gave the process too little time.
+    Raises GaveUpError, or RewardError if the process got too little time.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -109,7 +108,7 @@ class AnswerJudge:
         self._parent, self._process = os.getpid(), os.fork()
         if self._process == 0:
             try:
-                gc.freeze()  # else the collector would copy each page of the worker's objects
+                gc.freeze()  # else the collector would copy the worker's pages
                 close_all_but({0, 1, 2, theirs.fileno()})
                 _serve(self.function, theirs)
             finally:
@@ -128,7 +127,7 @@ class AnswerJudge:
 
 
 def processor_s(process: int) -> float:
-    """The clock is that of clock_getcpuclockid(3)."""
+    """By clock_getcpuclockid(3)."""
     return time.clock_gettime((~process << 3) | 2)
 
 
@@ -150,7 +149,6 @@ def _serve(function: Callable[..., Any], calls: socket.socket) -> NoReturn:
 
 
 def bound_memory(more: int) -> None:
-    """Let this process allocate `more` bytes beyond its size."""
     with open("/proc/self/statm") as statm:
         held = int(statm.read().split()[5]) * resource.getpagesize()
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]

@@ -1,7 +1,7 @@
 """How reward functions are called, and what they may return (docs/rewards.md).
 
-The parameters show the convention: verl's and TinyZero's (`solution_str`) or EasyR1's (`reward_input`), once per answer
-or, in the plural, once per group. A built-in reward with settings is a `Section`, made once of `reward.kwargs`.
+Parameters show the convention: verl's and TinyZero's (`solution_str`) or EasyR1's (`reward_input`), once per answer or,
+in the plural, once per group. A built-in reward with settings is a `Section`, made once from `reward.kwargs`.
 """
 
 import inspect
@@ -35,7 +35,7 @@ class Answer:
     turns: list[Turn] | None = None
     """None: all of it was sampled."""
     raw: str | None = None
-    """The text with special tokens."""
+    """With special tokens."""
     prompt: str | None = None
 
     def verl(self) -> dict[str, Any]:
@@ -67,7 +67,7 @@ class Answer:
         return "reward_model" in self.row and not known and "answer" not in self.row
 
     def truth(self) -> Any:
-        """`reward_model.ground_truth` of verl's rows, `answer` of EasyR1's: their `reward_model` may be anything.
+        """`reward_model.ground_truth` of verl's rows, `answer` of EasyR1's, whose `reward_model` may be anything.
 
         Raises TruthError.
         """
@@ -89,12 +89,12 @@ class Score:
 
 TURNS = "turns"
 ASKED = {"raw": {"raw_str", "raw_strs"}, "prompt": {"prompt_str", "prompt_strs"}}
-"""A field is sent only if a function takes one of these parameters."""
+"""Fields that are sent only to functions with one of these parameters."""
 ROWS = {"row", "rows", *(name for names in ASKED.values() for name in names)}
 MOST_METRICS, LONGEST_NAME = 256, 200
 """Each metric is a column of its batch and of `metrics.jsonl`."""
 OURS = {TURNS, *ROWS}
-"""A function gets these additions if it names them, not if it takes `**kwargs`."""
+"""Given to functions that name them, not to `**kwargs`."""
 
 CONVENTIONS: dict[str, Callable[[Sequence[Answer]], list[dict[str, Any]]]] = {
     "solution_str": lambda answers: [answer.verl() for answer in answers],
@@ -141,7 +141,7 @@ class Reward:
         if (unknown := sorted(given - self.accepted)) and not self.takes_any:
             problem = f"{self.name} takes no such argument; it takes {', '.join(parameters)}"
             raise ValueError(f"{self.key}.kwargs.{unknown[0]}: {problem}")
-        if twice := sorted(given & offered - ROWS):  # older functions may have these as their own arguments
+        if twice := sorted(given & offered - ROWS):  # older functions may have these as their own
             raise ValueError(f"{self.key}.kwargs.{twice[0]}: this argument comes from the data; remove the key")
         if absent := sorted(needed - offered - given):
             problem = f"nothing gives its argument {absent[0]}; add {self.key}.kwargs.{absent[0]}"
@@ -174,7 +174,7 @@ class Reward:
         return calls
 
     def score(self, answers: Sequence[Answer]) -> list[Score]:
-        """One score per answer. Raises RewardError, and whatever the function raises."""
+        """Raises RewardError, and what the function raises."""
         return self._read_all([self.function(**arguments) for arguments in self.calls(answers)], len(answers))
 
     async def score_async(self, answers: Sequence[Answer]) -> list[Score]:
@@ -211,7 +211,6 @@ class Reward:
 
 
 def misnamed(metrics: Mapping[Any, object]) -> str:
-    """Why an answer cannot have these metrics, or ""."""
     if len(metrics) > MOST_METRICS:
         return f"{len(metrics):,} metrics, and an answer may have {MOST_METRICS}; leave some out"
     for name in metrics:
@@ -221,7 +220,7 @@ def misnamed(metrics: Mapping[Any, object]) -> str:
 
 
 def shown(value: Any) -> str:
-    """The value may be of a user's class."""
+    """A user's class may raise in its repr."""
     try:
         return repr(value)[:200]
     except Exception as error:
@@ -229,7 +228,7 @@ def shown(value: Any) -> str:
 
 
 def finite(value: Any) -> float | None:
-    """`value` as a float, if it is a finite real number of any library."""
+    """Return `value` as a float, if it is a finite real number of any library."""
     is_complex = "complex" in str(getattr(value, "dtype", ""))
     if isinstance(value, str | bytes) or is_complex or not hasattr(value, "__float__"):
         return None

@@ -1,7 +1,4 @@
-"""The reward for mathematics: math-verify judges whether the answer is equivalent to the ground truth.
-
-Each answer is judged under limits (`answer_judge.py`); one that would exceed them is not evaluated.
-"""
+"""The reward for mathematics: math-verify compares answers with the truth, under limits (`answer_judge.py`)."""
 
 import math
 import re
@@ -18,7 +15,7 @@ COMMAND = re.compile(r"\\(?:text|mathrm|mbox|operatorname)\s*\{[^{}]*\}|\\[A-Za-
 MATH_WORDS = {*("and", "cos", "cot", "csc", "exp", "lim", "log", "max", "min", "mod", "sec", "sin", "sqrt", "tan")}
 BOXED = re.compile(r"\\f?boxed\s*\{")
 TOWER = re.compile(r"(?<![\d.])\d+(?:\s*(?:\^|\*\*)[\s{(]*\d+)+")
-"""This finds `5^{5^{5}}`."""
+"""Finds `5^{5^{5}}`."""
 MOST_DIGITS = 10**8
 BRACKET = re.compile(r"[{}()\[\]]")
 DEEPEST = 100
@@ -27,7 +24,7 @@ DEEPEST = 100
 def compute_score(
     solution_str: str, ground_truth: Any, format_score: float = 0.0, score: float = 1.0
 ) -> dict[str, float]:
-    """`format_score` is for an answer that only parses. One that takes too long gets the lowest score and the metric
+    """An answer that only parses gets `format_score`; one that takes too long the lowest score and the metric
     `gave_up`. Raises TruthError."""
     truth = read_truth(ground_truth)
     try:
@@ -42,7 +39,7 @@ def compute_score(
 
 
 def read_truth(ground_truth: Any) -> str:
-    """The truth as readable text. Raises TruthError."""
+    """Raises TruthError."""
     number = isinstance(ground_truth, int | float) and not isinstance(ground_truth, bool)
     text = str(ground_truth).strip()
     if not text or not (isinstance(ground_truth, str) or (number and math.isfinite(ground_truth))):
@@ -71,7 +68,7 @@ def is_prose(text: str) -> bool:
 
 
 def hopeless(text: str) -> str:
-    """Why the last `\\boxed{` is not evaluated, or ""."""
+    """Return why the last `\\boxed{` is not evaluated, or ""."""
     *_, start = [-1, *(found.end() for found in BOXED.finditer(text))]
     if start < 0:
         return ""
@@ -102,7 +99,7 @@ def digits_of_power(numbers: list[int]) -> float:
 
 
 def start() -> None:
-    """Load math-verify, which takes a second, before the first call."""
+    """Load math-verify, which takes a second."""
     _judge()
 
 
@@ -127,8 +124,8 @@ def _judge() -> AnswerJudge:
         return parse(ways[0], parsing_timeout=None) or parse(ways[1], parsing_timeout=None)
 
     def judge(truth: str, solution: str | None = None) -> Any:
-        """sympy compares an infinite power with random numbers and may find it equal to a finite one. So no infinite
-        answer is right where the truth is finite."""
+        """sympy compares an infinite power with random numbers and may find it equal to a finite one, so infinite
+        answers to finite truths are wrong."""
         if solution is None:
             return bool(truth_of(truth))
         right, answer = truth_of(truth), parse(solution, parsing_timeout=None)

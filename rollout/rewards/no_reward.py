@@ -1,4 +1,4 @@
-"""A run without a reward (`reward.function: none`), which learns from a teacher alone."""
+"""`reward.function: none`: a run that learns from a teacher alone."""
 
 from collections.abc import Sequence
 

@@ -1,6 +1,6 @@
-"""The reward of rows of reasoning-gym: the score that the set itself gives.
+"""The reward of reasoning-gym's rows: the score that the set itself gives.
 
-The entry is made again from its name, config and index, because what a set scores by need not survive MessagePack.
+The entry is made again from name, config and index: what scores it need not survive MessagePack.
 """
 
 import json
@@ -14,12 +14,12 @@ from rollout.rewards.answer_judge import GAVE_UP, LIMITS, TRIES
 
 
 def start() -> None:
-    """Start the process that scores. Raises ValueError."""
+    """Raises ValueError."""
     entry_maker().ask("start").result()
 
 
 def compute_score(solution_str: str, extra_info: dict[str, Any]) -> dict[str, float]:
-    """The set's score of the text in the last `<answer>`.
+    """Score the last `<answer>`.
 
     Without one, or if the set's code raises, `formed` is 0. An answer that takes too long, or crashes its reader, gets
     the metric `gave_up`. Raises EntryError, TruthError.

@@ -1,5 +1,4 @@
-"""Built-in rewards that look at an answer's text or length. Limits apply: a pattern may take years
-(`answer_judge.py`)."""
+"""Rewards of an answer's text or length, under limits: a pattern may take years (`answer_judge.py`)."""
 
 import re
 from typing import Annotated, Any, Literal
@@ -13,7 +12,7 @@ from rollout.rewards.answer_judge import GAVE_UP, AnswerJudge, GaveUpError
 
 
 def last_match(pattern: re.Pattern[str], text: str) -> str | None:
-    """The last match, or its first group if that took part."""
+    """Return the last match, or its first group if that took part."""
     found = None
     for found in pattern.finditer(text):  # noqa: B007  # the last one is kept
         pass
@@ -23,7 +22,6 @@ def last_match(pattern: re.Pattern[str], text: str) -> str | None:
 
 
 def fits(pattern: re.Pattern[str], text: str, whole: bool) -> bool:
-    """Whether the text, or all of it, matches."""
     return bool(pattern.fullmatch(text) if whole else pattern.search(text))
 
 

@@ -1,6 +1,6 @@
-"""Reward workers: processes that score answers and can be killed, whatever a reward function does.
+"""Reward workers: processes that score answers and can be killed.
 
-A function that takes longer than `reward.timeout_s`, ends its process or raises gives a RewardError, never a reward.
+A function that is too slow, ends its process or raises gives a RewardError, never a reward.
 """
 
 import asyncio
@@ -119,7 +119,7 @@ class PartScorer:
 
 
 def weighted(parts: Sequence[RewardPart], scores: Sequence[Score]) -> Score:
-    """The weighted sum, with metrics `{"format": 1.0, "format/solved": 0.0}`."""
+    """Sum scores by weight, with metrics such as `{"format": 1.0, "format/solved": 0.0}`."""
     metrics: dict[str, float] = {}
     for part, score in zip(parts, scores, strict=True):
         metrics[part.metric] = score.reward
@@ -128,7 +128,7 @@ def weighted(parts: Sequence[RewardPart], scores: Sequence[Score]) -> Score:
 
 
 def load(config: dict[str, Any], number: int, keys: str | None) -> Any:
-    """Run in a worker. Raises ValueError."""
+    """In a worker. Raises ValueError."""
     reward = load_reward(RewardConfig(**config), number, Path(keys) if keys else None)
 
     def score(answers: list[dict[str, Any]]) -> list[dict[str, Any]]:

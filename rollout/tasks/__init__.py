@@ -31,19 +31,18 @@ CONVENTIONS = {
     "chat": ("row", "chat"),
     "base_url": ("row", "base_url", "api_key"),
 }
-"""The key is the parameter that shows the convention. The first argument is also passed by position."""
+"""By the parameter that shows the convention; the first is also passed by position."""
 
 
 def __getattr__(name: str) -> Any:
-    """Import names of `trajectory.py` on demand: workers of chat functions and programs start in a fifth of the time
-    without NumPy, Pillow and pydantic."""
+    """Import `trajectory.py` on demand: without NumPy, Pillow and pydantic, workers start in a fifth of the time."""
     if name in __all__:
         return getattr(import_module("rollout.tasks.trajectory"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 
 def load_task(name: str) -> Callable[..., Any]:
-    """Find the function that `rollout.task` names. Raises ValueError."""
+    """Raises ValueError."""
     built_in = {} if ":" in name else __getattr__("TASKS")
     function = built_in[name] if name in built_in else load_function("rollout.task", name)
     convention(name, function)
@@ -51,7 +50,7 @@ def load_task(name: str) -> Callable[..., Any]:
 
 
 def convention(name: str, function: Callable[..., Any]) -> str:
-    """The task's key of CONVENTIONS. Raises ValueError."""
+    """Return the task's key of CONVENTIONS. Raises ValueError."""
     if is_of_kind(function, inspect.isgeneratorfunction) or is_of_kind(function, inspect.isasyncgenfunction):
         raise ValueError(f"rollout.task: {name} yields; let it return one Trajectory, or its score")
     try:

@@ -1,4 +1,4 @@
-"""The server's end of agents that reach the policy by URL: a user's function or program, or an environment's host."""
+"""The server's end of agents that reach the policy by URL."""
 
 import asyncio
 from typing import Any
@@ -11,13 +11,13 @@ from rollout.chat.session import Sessions
 from rollout.tasks.trajectory import CUT_SCORE, Generate, Problem, Recorded
 
 REFUSALS = ("BadRequestError", "ContextWindowExceededError", "ChatRefused")
-"""Origins of refused model calls beyond a limit."""
+"""Model calls refused beyond a limit."""
 HTTP_ERRORS = ("HTTPError", "HTTPStatusError", "APIStatusError", "ClientResponseError")
-"""These are refusals if the text has the status 400."""
+"""Refusals if the text has the status 400."""
 
 
 BLOCKED_S = 3.0
-"""Agents that share a worker get more time, until its warden has found the one that blocks it."""
+"""Agents that share a worker get more time, until its warden finds the one that blocks it."""
 
 
 class UrlEpisodes:

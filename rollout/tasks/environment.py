@@ -1,4 +1,4 @@
-"""In a worker: an environment's host process, in the Python that the environment is installed in, and its episodes.
+"""In a worker: an environment's host process, and its episodes.
 
 The worker ends as the host ends: the cage starts both anew.
 """
@@ -22,14 +22,14 @@ from rollout.tasks.programs import Play, timed_by_server
 
 HOST = Path(__file__).parents[1] / "hosts" / "verifiers_host.py"
 OUR_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-"""These would make the host's Python find our packages."""
+"""The host's Python would find our packages."""
 RESULT = ("score", "overall", "turn_rewards")
 """No metric may take the reward's place."""
 LONGEST_LINE = 2**26
 
 
 def load_environment(environment: dict[str, Any]) -> Play:
-    """The episodes of `rollout.environment`. Raises ValueError."""
+    """Raises ValueError."""
     name = environment_name(environment)
     relay = Relay(start_host(environment))
 
@@ -50,12 +50,11 @@ def load_environment(environment: dict[str, Any]) -> Play:
 
 
 def environment_name(environment: dict[str, Any]) -> str:
-    """What an environment is called in errors."""
     return f"environment {environment['id']}"
 
 
 def start_host(environment: dict[str, Any]) -> subprocess.Popen[bytes]:
-    """Wait until the host has loaded the environment. Raises ValueError."""
+    """Wait until the environment is loaded. Raises ValueError."""
     python, key = os.path.abspath(environment["python"]), "rollout.environment"
     command = [python, "-u", str(HOST), "serve", environment["id"], json.dumps(environment["args"])]
     path = os.pathsep.join([os.path.dirname(python), os.environ.get("PATH", os.defpath)])
@@ -84,7 +83,7 @@ class Relay:
         self._connected: asyncio.Task[asyncio.WriteTransport] | None = None
 
     async def ask(self, request: dict[str, Any]) -> Any:
-        """The host's answer. Cancelling this cancels the request at the host."""
+        """Return the host's answer. Cancelling this cancels the request at the host."""
         if self._connected is None:  # its time belongs to no episode
             self._connected = asyncio.get_running_loop().create_task(self._connect(), context=Context())
         writer, number = await asyncio.shield(self._connected), next(self._numbers)
@@ -121,7 +120,7 @@ class Relay:
         self._end()
 
     def _end(self) -> NoReturn:
-        """End as the host has ended, so that the server learns how."""
+        """End as the host ended: the server learns how."""
         code = self.host.wait()
         if code < 0:
             with suppress(OSError):

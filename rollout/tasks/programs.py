@@ -1,7 +1,7 @@
-"""In a worker: users' agent programs, which reach the policy by URL, as episodes of the cage.
+"""In a worker: episodes of agent programs, which reach the policy by URL.
 
-`async` functions share the event loop; other functions and commands get a process for each episode. The server keeps
-the time, because it knows when it generates.
+`async` functions share the event loop; others and commands get a process per episode. The server keeps the time: it
+knows when it generates.
 """
 
 import base64
@@ -23,13 +23,13 @@ Play = Callable[..., Awaitable[Any]]
 
 
 def timed_by_server(play: Any, apart: bool) -> Play:
-    """Mark a loaded function for `worker_loop.py` and `worker_task.py`."""
+    """Mark a function for `worker_loop.py` and `worker_task.py`."""
     play.timed, play.apart, play.about = False, apart, {"convention": "base_url", "apart": apart}
     return play  # type: ignore[no-any-return]
 
 
 def agent_of(name: str, function: Callable[..., Any], memory: str, files: frozenset[int]) -> Play:
-    """A user's function as episodes. `memory`, `files`: see `Apart`."""
+    """`memory`, `files`: see `Apart`."""
 
     async def play(row: dict[str, Any], base_url: str, api_key: str, generate: object) -> Any:
         return await function(row=row, base_url=base_url, api_key=api_key)
@@ -51,7 +51,7 @@ def agent_of(name: str, function: Callable[..., Any], memory: str, files: frozen
 
 
 def result_of_function(name: str, said: bytes) -> Any:
-    """The returned value. Raises ToldError."""
+    """Raises ToldError."""
     try:
         _, _, origin, value, trace, permanent, _ = msgpack.unpackb(said, strict_map_key=False)
     except BAD_BYTES:
@@ -62,7 +62,7 @@ def result_of_function(name: str, said: bytes) -> Any:
 
 
 def load_command(command: list[str], memory: str) -> Play:
-    """A program as episodes: the row as JSON on its input, the result on its last line of output."""
+    """Run a program that reads the row as JSON and writes its result on the last line."""
     name = command_name(command)
 
     async def play(row: dict[str, Any], base_url: str, api_key: str, generate: object) -> Any:
@@ -81,17 +81,16 @@ def load_command(command: list[str], memory: str) -> Play:
 
 
 def command_name(command: Sequence[str]) -> str:
-    """What a program is called in errors."""
     return " ".join(command)[:200]
 
 
 def as_text(value: Any) -> Any:
-    """What JSON has no words for: the bytes of an image, as Base64."""
+    """Encode bytes of an image as Base64."""
     return base64.b64encode(value).decode() if isinstance(value, bytes) else value.tolist()
 
 
 def result_of_command(name: str, said: bytes) -> Any:
-    """The score on the last line. Raises ToldError."""
+    """Raises ToldError."""
     lines = said.decode(errors="replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     try:

@@ -1,4 +1,4 @@
-"""What a task is given and what it returns: a problem and `generate` in, a trajectory out."""
+"""What tasks take and return: a problem and `generate`, then a trajectory."""
 
 import io
 from array import array
@@ -29,7 +29,7 @@ CUT_SCORE = 0.0
 
 @dataclass(frozen=True)
 class Completion:
-    """What the engine sampled after a prompt, the stop token included.
+    """What the engine sampled after a prompt, with the stop token.
 
     Example: `Completion([9, 2], [-0.7, -0.1], [6, 7], "stop")`: the second token is of version 7.
     """
@@ -39,7 +39,7 @@ class Completion:
     versions: Sequence[int]
     finish: Literal["stop", "length"]
     routes: np.ndarray | None = None
-    """[tokens, layers, k], the experts of the tokens read. No task sees them."""
+    """[tokens, layers, k], the experts of tokens read; hidden from tasks."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,6 @@ class PlacedImage:
 
 
 def place(tokens: list[int], pictures: Sequence[Picture]) -> list[PlacedImage]:
-    """`pictures` at their placeholders, in order."""
     placed, end = list[PlacedImage](), 0
     for picture in pictures:
         placed.append(PlacedImage(tokens.index(picture.format.image_token, end), picture))
@@ -67,13 +66,13 @@ def place(tokens: list[int], pictures: Sequence[Picture]) -> list[PlacedImage]:
 
 @dataclass(frozen=True)
 class Problem:
-    """What a task is to make a sample of."""
+    """What a task makes a sample of."""
 
     row: dict[str, Any]
     prompt: list[int]
     tokenizer: "PreTrainedTokenizerBase"
     max_tokens: int
-    """Most tokens after the prompt, given tokens included."""
+    """Most tokens after the prompt, with given ones."""
     images: Sequence[PlacedImage] = ()
     format: ImageFormat | None = None
     """None for a text model."""
@@ -81,7 +80,7 @@ class Problem:
     """Longest answer of one turn; None: `sampling.max_tokens`."""
 
     def left(self, tokens: list[int]) -> int:
-        """How many tokens may follow these; may be negative."""
+        """Return how many tokens may follow; may be negative."""
         return len(self.prompt) + self.max_tokens - len(tokens)
 
 
@@ -89,7 +88,7 @@ class Taught(NamedTuple):
     """What a teacher gave a sample."""
 
     teacher: str
-    """The `data_source` of its rows; "" for all other rows."""
+    """`data_source` of its rows; "" for all others."""
     logprobs: np.ndarray
     """[tokens] float32, 0 for given tokens"""
     ids: np.ndarray | None = None
@@ -108,7 +107,7 @@ class Trajectory:
     """The tokens of one sample: prompt, what the policy sampled, what the environment answered."""
 
     routes: np.ndarray | None = None
-    """[tokens, layers, k]. A task never sets them."""
+    """[tokens, layers, k]; never set by tasks."""
     taught: Taught | None = None
     columns: dict[str, np.ndarray] | None = None
 
@@ -121,12 +120,12 @@ class Trajectory:
         self.images: list[PlacedImage] = []
         self.starts: list[int] = [0]
         self.turn_rewards: list[float] = []
-        """Empty, or one for each turn; the reward function's is added to the last."""
+        """Empty, or one per turn; the reward function's is added to the last."""
         self.score: Any = None
         """For `reward.function: task`: a number or a dict."""
 
     def take(self, completion: Completion) -> None:
-        """Append what the policy sampled: it is trained on."""
+        """Append sampled tokens, which are trained on."""
         self.tokens += completion.tokens
         self.sampled += [1] * len(completion.tokens)
         self.logprobs.extend(completion.logprobs)
@@ -134,15 +133,14 @@ class Trajectory:
         self.finish = completion.finish
 
     def give(self, tokens: list[int]) -> None:
-        """Append what the environment answers: it is not trained on."""
+        """Append the environment's tokens, which are not trained on."""
         self.tokens += tokens
         self.sampled += [0] * len(tokens)
         self.logprobs.extend(NOT_SAMPLED[0] * len(tokens))
         self.versions.extend(NOT_SAMPLED[1] * len(tokens))
 
     def show(self, image: "bytes | Image", problem: Problem) -> None:
-        """Append an image that the environment answers: a file's bytes or a PIL image. Raises ImageError,
-        EpisodeError."""
+        """Append an image of the environment: a file's bytes or a PIL image. Raises ImageError, EpisodeError."""
         form = problem.format
         if form is None:
             raise EpisodeError("show: the model sees no images", permanent=True)
@@ -152,12 +150,12 @@ class Trajectory:
         self.give([form.vision_start, *[form.image_token] * picture.num_tokens, form.vision_end])
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """The columns, [tokens] each. Raises ValueError, TypeError, OverflowError."""
+        """Return the columns, [tokens] each. Raises ValueError, TypeError, OverflowError."""
         with np.errstate(over="ignore"):
             return {name: column(getattr(self, name)) for name, column in COLUMNS.items()}
 
     def sample(self, score: Score, answer: str, prompt_images: Sequence[PlacedImage] = ()) -> Sample:
-        """The sample to send; `answer` is the text after the prompt."""
+        """`answer`: the text after the prompt."""
         images, columns = [*prompt_images, *self.images], self.columns or self.arrays()
         turns = [float(reward) for reward in self.turn_rewards]
         turns[-1:] = [last + score.reward for last in turns[-1:]]
@@ -197,7 +195,7 @@ COLUMNS: dict[str, Callable[[Any], np.ndarray]] = {
 
 @dataclass(frozen=True)
 class Recorded:
-    """What was recorded of an episode, and the task's score."""
+    """What was recorded of an episode, and its score."""
 
     trajectory: Trajectory
     score: Score | None
@@ -227,7 +225,6 @@ class Recorded:
 
 
 def png(image: "Image") -> bytes:
-    """The image as a file, without loss."""
     file = io.BytesIO()
     image.save(file, "PNG")
     return file.getvalue()
@@ -252,7 +249,6 @@ Task = Callable[[Problem, Generate], Awaitable[Trajectory | Recorded]]
 
 
 async def single_turn(problem: Problem, generate: Generate) -> Trajectory:
-    """Sample once."""
     trajectory = Trajectory(problem.prompt)
     trajectory.take(await generate(trajectory.tokens))
     return trajectory

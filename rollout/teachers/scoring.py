@@ -1,4 +1,4 @@
-"""The run's teachers: each group goes to the teacher of its row's `data_source`."""
+"""The run's teachers, each for the rows of its `data_source`."""
 
 import time
 from collections.abc import Sequence
@@ -41,7 +41,7 @@ class Teachers:
             await teacher.close()
 
     async def score(self, row: dict[str, Any], made: Sequence[Trajectory]) -> None:
-        """Set `taught` of a row's trajectories, if it has a teacher. Raises TeacherError."""
+        """Set `taught` if the row has a teacher. Raises TeacherError."""
         source = str(row.get("data_source", ""))
         teacher = self._by_source.get(source) or self._by_source.get("")
         if teacher is None:
@@ -122,7 +122,6 @@ class Text(NamedTuple):
 
 
 def segments(trajectory: Trajectory) -> list[Text]:
-    """The texts of a sample: usually one."""
     columns = columns_of(trajectory)
     tokens, sampled = columns["tokens"].tolist(), columns["sampled"].astype(bool)
     bounds = pairwise([*trajectory.starts, len(tokens)])
@@ -130,7 +129,6 @@ def segments(trajectory: Trajectory) -> list[Text]:
 
 
 def joined(opinions: Sequence[Opinion]) -> Opinion:
-    """What a teacher gave for a sample, from that of its segments."""
     ids = [each.ids for each in opinions if each.ids is not None]
     top = [each.top for each in opinions if each.top is not None]
     tops = (np.concatenate(ids), np.concatenate(top)) if ids and top else ()

@@ -1,5 +1,4 @@
-"""Asks a vLLM server for the log-probabilities that a teacher gives tokens: `POST /v1/completions` with
-`prompt_logprobs`.
+"""Asks a vLLM server for a teacher's log-probabilities: `POST /v1/completions` with `prompt_logprobs`.
 
 vLLM must sample some token after each text; nobody reads it.
 """
@@ -17,7 +16,7 @@ from rollout.rewards.models.http_model import HttpModel
 
 PATH = "/v1/completions"
 SAMPLING = {"max_tokens": 1, "temperature": 0, "add_special_tokens": False}
-"""The log-probabilities of a prompt are of temperature 1."""
+"""Log-probabilities of prompts are of temperature 1."""
 LARGEST = float(np.finfo(np.float32).max)
 SHOWN_CHARS = 200
 
@@ -44,8 +43,7 @@ class TeacherClient(HttpModel):
         return self
 
     async def opinions(self, texts: Sequence[Sequence[int]], sampled: Sequence[np.ndarray]) -> list[Opinion]:
-        """`sampled`: [tokens] bool for each text. Raises TeacherError for an incomplete answer, RewardError as `post`
-        does."""
+        """`sampled`: [tokens] bool per text. Raises TeacherError for an incomplete answer, RewardError as `post`."""
         asked = {"prompt": [list(text) for text in texts], **SAMPLING, "prompt_logprobs": self.top_k or 0}
         reply = await self.post(PATH, asked)
         try:

@@ -1,4 +1,4 @@
-"""Whether a teacher has the policy's vocabulary: only then its log-probability of a token is of the same token."""
+"""Checks that teachers have the policy's vocabulary: else their log-probabilities are of other tokens."""
 
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def other_vocabularies(config: Config, own: "PreTrainedTokenizerBase") -> Iterator[str]:
-    """A line for each teacher whose tokenizer is not the policy's `own`, or cannot be loaded."""
+    """Yield teachers whose tokenizer differs from `own` or cannot be loaded."""
     from transformers import AutoTokenizer  # takes seconds
 
     for source, teacher in config.teacher.teachers.items():
@@ -28,7 +28,7 @@ def other_vocabularies(config: Config, own: "PreTrainedTokenizerBase") -> Iterat
 
 
 def first_difference(own: dict[str, int], theirs: dict[str, int]) -> str:
-    """The first token in which two vocabularies differ, in words, or ""."""
+    """Describe the first token that differs; "" if none does."""
     if own == theirs:
         return ""
     by_id, other = ({number: token for token, number in each.items()} for each in (own, theirs))

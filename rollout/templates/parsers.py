@@ -1,4 +1,4 @@
-"""Chooses vLLM's parsers of tool calls and thinking for a model, where `rollout.chat` has `auto`.
+"""Chooses vLLM's parsers of tool calls and thinking where `rollout.chat` has `auto`.
 
 Sources: vLLM's pages "Tool Calling" and "Reasoning Outputs", and the marks that its parsers look for.
 """
@@ -27,7 +27,7 @@ TOOL_MARKS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<tool_call>", '"name": ', "arguments"), "hermes"),
     (("<tool_call>", '\\"name\\": ', "arguments"), "hermes"),
 )
-"""The first parser whose marks a template has all counts."""
+"""The first parser counts whose marks a template has all."""
 TOOL_TYPES: Mapping[str, str] = {
     "granite": "granite", "granitemoehybrid": "granite4", "hunyuan_v1_moe": "hunyuan_a13b", "jamba": "jamba",
     "internlm2": "internlm",
@@ -51,8 +51,8 @@ KEYS: tuple[Key, ...] = ("tool_parser", "reasoning_parser")
 
 
 def choose(key: Key, wanted: str | None, kind: str, template: str) -> str | None:
-    """`wanted`, or for `auto` the parser of the `template` and the model's `kind`; None if the template writes none.
-    Raises ValueError if none is known.
+    """Return `wanted`, or for `auto` the parser of the `template` and the model's `kind`; None if the template writes
+    none. Raises ValueError if none is known.
 
     Example: `choose("tool_parser", "auto", "qwen3", template) == "hermes"`
     """

@@ -1,4 +1,4 @@
-"""Renders Jinja templates of users' files and models' folders in a process that can be killed.
+"""Renders Jinja templates of users and models in a process that can be killed.
 
 The process is kept: rendering a row takes 0.1 ms, starting a process 0.1 s.
 """
@@ -22,11 +22,10 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 PROCESSOR_S = 2.0
-"""A row usually takes milliseconds."""
 WALL_S = 20.0
 """A process silent for so long was stopped, or the machine is overloaded."""
 MEMORY = 2**30
-"""Bytes of address space."""
+"""Address space."""
 MOST_CHARACTERS = 4 * 2**20
 """A prompt of a million tokens has so many."""
 PROGRAM = f"""import sys
@@ -36,7 +35,7 @@ from rollout.templates.template_process import serve
 serve(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))"""
 CHANGED = "the chat template changes its last message, so no answer can continue it"
 CONTINUED = "Zq7ContinuedHereZq7 "
-"""A mark at the end of a message that the answer continues. Its space shows whether the template removes spaces."""
+"""Marks the end of a message that the answer continues. Its space shows whether the template removes spaces."""
 
 
 class RenderError(Exception):
@@ -47,7 +46,6 @@ class RenderError(Exception):
         self.kind, self.line = kind, line
 
     def about(self, what: str, template: str, place: str = "") -> str:
-        """The failure in one line."""
         reason = " ".join(str(self).split())
         if self.kind == "limit":
             return f"{template}{place and f' ({place})'} {reason} for {what}"
@@ -122,7 +120,7 @@ class Renderer:
 
 
 class TemplateProcess:
-    """One process of `template_process.py`. It ends with this object."""
+    """One process of `template_process.py`. Ends with this object."""
 
     def __init__(self, processor_s: float, memory: int, wall_s: float) -> None:
         ours, theirs = socket.socketpair()
@@ -165,8 +163,8 @@ def _end(process: "subprocess.Popen[bytes]", connection: socket.socket) -> None:
 class ChatTexts:
     """Renders chats as transformers does.
 
-    A tokenizer's own `apply_chat_template` (Mistral's) runs in this process: such code is part of transformers or of a
-    model with `model.trust_remote_code`.
+    A tokenizer's own `apply_chat_template` (Mistral's) runs in this process: it is code of transformers, or of a model
+    with `model.trust_remote_code`.
     """
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", renderer: Renderer, template: str | None = None) -> None:
@@ -182,8 +180,8 @@ class ChatTexts:
         kwargs: Mapping[str, Any] | None = None,
         continued: bool = False,
     ) -> str:
-        """`header` adds the beginning of an answer; if `continued`, the answer continues the last message. Raises
-        RenderError, ValueError, and what a tokenizer's own code raises."""
+        """`header` adds the beginning of an answer; if `continued`, it continues the last message. Raises RenderError,
+        ValueError, and what a tokenizer's own code raises."""
         if not messages:
             raise ValueError("there is no message")
         if not self._is_jinja:
@@ -209,7 +207,7 @@ class ChatTexts:
 
 
 def marked(message: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
-    """Append CONTINUED; returns also the text before."""
+    """Append CONTINUED; also return the text before."""
     content = deepcopy(message["content"])
     if isinstance(content, str):
         return {**message, "content": content + CONTINUED}, content
@@ -222,7 +220,7 @@ def marked(message: Mapping[str, Any]) -> tuple[dict[str, Any], str]:
 
 
 def until_mark(text: str, last: str) -> str:
-    """The text before CONTINUED. Raises ValueError if the template changed it."""
+    """Return the text before CONTINUED. Raises ValueError if the template changed it."""
     before, found, behind = text.rpartition(CONTINUED.strip())
     if not found or last.strip() not in before:
         raise ValueError(CHANGED)

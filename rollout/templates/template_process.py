@@ -1,7 +1,6 @@
-"""The process of `renderer.py`: compiles and renders Jinja templates in Jinja's sandbox.
+"""The process of `renderer.py`: renders Jinja templates in Jinja's sandbox.
 
-The kernel ends it when a request takes too much processor time (SIGPROF), even inside one call of C. Imports nothing
-that takes long.
+The kernel ends it after too much processor time (SIGPROF), even inside one call of C. Imports nothing slow.
 """
 
 import json
@@ -24,11 +23,11 @@ from rollout.cage.frames import unpacker
 
 CACHED = 32
 ERROR_CHARACTERS = 2000
-"""A template may put all of a row into an error."""
+"""A template may put a whole row into an error."""
 
 
 class GenerationTag(Extension):
-    """The tag `generation`: its body is rendered as it stands."""
+    """The tag `generation`, whose body is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012  # Jinja's own form
 
@@ -49,12 +48,12 @@ def raise_exception(message: str) -> NoReturn:
 def to_json(
     value: Any, ensure_ascii: bool = False, indent: Any = None, separators: Any = None, sort_keys: bool = False
 ) -> str:
-    """transformers' filter `tojson`, which does not escape HTML."""
+    """transformers' filter, which does not escape HTML."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys)
 
 
 def chat_environment() -> jinja2.Environment:
-    """The environment of transformers' chat templates; a test compares both."""
+    """Return the environment of transformers' chat templates; a test compares both."""
     made = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=[GenerationTag, loopcontrols])
     made.filters["tojson"] = to_json
     made.globals |= {"raise_exception": raise_exception, "strftime_now": lambda form: datetime.now().strftime(form)}
@@ -62,7 +61,7 @@ def chat_environment() -> jinja2.Environment:
 
 
 def text_environment(keep_last_line_break: bool) -> jinja2.Environment:
-    """For templates of texts, in which a name that is not there is an error."""
+    """Return an environment in which a missing name is an error."""
     return ImmutableSandboxedEnvironment(undefined=jinja2.StrictUndefined, keep_trailing_newline=keep_last_line_break)
 
 
@@ -75,12 +74,11 @@ ENVIRONMENTS: Mapping[str, jinja2.Environment] = {
 
 @lru_cache(CACHED)
 def compiled(kind: str, source: str) -> jinja2.Template:
-    """The template `source`, compiled once."""
     return ENVIRONMENTS[kind].from_string(source)
 
 
 def rendered(template: jinja2.Template, names: Mapping[str, Any], most: int) -> str | None:
-    """Returns None above `most` characters."""
+    """Return None above `most` characters."""
     pieces, size = [], 0
     for piece in template.generate(names):
         size += len(piece)
@@ -91,7 +89,7 @@ def rendered(template: jinja2.Template, names: Mapping[str, Any], most: int) -> 
 
 
 def answer(kind: str, source: str, names: Mapping[str, Any] | None, most: int) -> list[Any]:
-    """`["text", ...]`, or why there is none. Without `names` the template is only compiled."""
+    """Return `["text", ...]`, or why there is none. Without `names`, only compile."""
     try:
         template = compiled(kind, source)
         text = "" if names is None else rendered(template, names, most)
@@ -113,7 +111,6 @@ def _text(error: Exception) -> str:
 
 
 def serve(fd: int, processor_s: float, memory: int) -> None:
-    """Answer requests until the socket is closed."""
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)

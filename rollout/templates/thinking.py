@@ -1,4 +1,4 @@
-"""Translates `rollout.chat.thinking` into the argument by which a chat template switches thinking on and off."""
+"""Translates `rollout.chat.thinking` into a chat template's argument."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,10 +22,9 @@ SWITCHES: Mapping[str, tuple[Any, Any]] = {
 def thinking_arguments(
     wanted: bool, texts: ChatTexts, kwargs: Mapping[str, Any], system: str | None, template: str
 ) -> dict[str, Any]:
-    """The template's arguments for `wanted`. Some templates ignore their switch with a `system` prompt. Raises
-    ValueError.
+    """Return the template's arguments for `wanted`. Raises ValueError.
 
-    An argument is the switch if both values give different prompts: a template may name it for something else.
+    An argument is the switch if its values give different prompts: a template may name it for something else.
     """
     if twice := next((name for name in SWITCHES if name in kwargs), None):
         raise ValueError(f"rollout.chat.template_kwargs.{twice} says it too; remove one of them")

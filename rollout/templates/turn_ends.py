@@ -1,4 +1,4 @@
-"""Finds the tokens that end an answer, from the model's files and its chat template."""
+"""Finds the tokens that end an answer, from the model's files and chat template."""
 
 from collections.abc import Mapping, Sequence
 from itertools import takewhile
@@ -15,14 +15,15 @@ if TYPE_CHECKING:
 ANSWER, NEXT = "Zq7AnswerZq7", "Zq7NextZq7"
 CHAT = [{"role": "user", "content": "1"}, {"role": "assistant", "content": ANSWER}]
 UNUSABLE = (RenderError, LookupError, TypeError, ValueError, AttributeError)
-"""Errors of templates and tokenizers for a chat that they refuse."""
+"""For a refused chat."""
 CHAT_TEMPLATE = "chat template"
 
 
 def named_ends(model: str, tokenizer: "PreTrainedTokenizerBase") -> dict[int, str]:
-    """Tokens that end an answer, with the file that names each. Raises ConfigError.
+    """Return tokens that end an answer, with the file that names each. Raises ConfigError.
 
-    `config.json` counts without a `generation_config.json`, and with added tokens only: its defaults may be any token.
+    `config.json` counts only without a `generation_config.json`, and only its added tokens do: its defaults may be any
+    token.
 
     Example: `{128001: "tokenizer", 128009: "generation_config.json"}`
     """
@@ -54,11 +55,11 @@ def _ends(config: Mapping[str, Any]) -> list[int]:
 
 
 def turn_end(texts: ChatTexts, tokenizer: "PreTrainedTokenizerBase", kwargs: Mapping[str, Any]) -> int | None:
-    """The added token with which the chat template ends an assistant's turn, or None.
+    """Return the added token with which the chat template ends an assistant's turn, or None.
 
-    It is the last added token after an answer both at the end of a chat and before another message: Phi 3 closes a chat
-    with a further token. If the two differ (gpt-oss), a turn ends as a chat does; if a chat has no end (GLM), a turn
-    ends where the next message begins.
+    It is the last added token after an answer both at a chat's end and before another message: Phi 3 closes a chat with
+    a further token. If the two differ (gpt-oss), a turn ends as a chat does; if a chat has no end (GLM), where the next
+    message begins.
     """
     try:
         last = _behind(texts.render(CHAT, False, kwargs=kwargs))
@@ -76,7 +77,6 @@ def turn_end(texts: ChatTexts, tokenizer: "PreTrainedTokenizerBase", kwargs: Map
 
 
 def common(one: str, other: str) -> int:
-    """The length of the common beginning."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False)))
 
 

@@ -1,4 +1,4 @@
-"""A model as a mixture of experts: which blocks have experts, how many are active, how rows are routed."""
+"""A mixture of experts: its blocks, and how rows are routed."""
 
 from functools import partial
 from typing import Any, NamedTuple
@@ -18,7 +18,6 @@ IMPLEMENTATION = "grouped_mm"
 
 
 TAKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "experts_per_token", "num_experts_per_token")
-"""Keys that count the experts of a token."""
 
 
 class Experts(NamedTuple):
@@ -30,12 +29,11 @@ class Experts(NamedTuple):
 
 
 def has_experts(config: Any) -> bool:
-    """Whether a model's config, as transformers has it, is of a mixture of experts."""
     return num_experts(config.get_text_config().to_dict()) > 0
 
 
 def check_experts(config: Any, path: str, replay: bool) -> None:
-    """Raise ConfigError if routes are to be replayed (`replay`) by a model that cannot."""
+    """Raise ConfigError if a model cannot `replay` routes."""
     kind = config.get_text_config().model_type
     if replay and not has_experts(config):
         problem = f"rollout.routing_replay: true, and model.path {path} has no experts"
@@ -53,7 +51,7 @@ def experts_of(block: nn.Module) -> nn.Module | None:
 
 
 def share_taken(experts: nn.Module, config: Any) -> float:
-    """Share of the experts of a block that a token takes, by a text config."""
+    """Share of a block's experts that a token takes."""
     number = next(len(parameter) for parameter in experts.parameters() if parameter.dim() > 2)
     taken = next((k for key in TAKEN if isinstance(k := getattr(config, key, None), int)), number)
     return taken / number
@@ -69,8 +67,7 @@ class Mixture:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "Mixture | None":
-        """Have the blocks of `model`, on meta, route by `Router`. Other types, where that is not known to be right,
-        count and replay nothing."""
+        """Have blocks on meta route by `Router`. None for types where that is not proven."""
         if model.config.get_text_config().model_type not in REPLAYED:
             return None
         layers = [layer for layer in model.get_decoder().layers if experts_of(layer) is not None]  # type: ignore[no-untyped-call]
@@ -97,13 +94,13 @@ class Mixture:
 
 
 def _hand_over(number: int, layer: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
-    """Not compiled, for there would be a graph for each `number`."""
+    """Not compiled: there would be a graph for each `number`."""
     routing: Routing | None = kwargs.get("routing")
     return args, kwargs | {"routing": routing and routing.layer(number)}
 
 
 def _counted(microbatch: Microbatch) -> Tensor:
-    """A server does not compute the last token of a document: bool [tokens]."""
+    """Servers do not compute a document's last token: bool [tokens]."""
     counted = torch.full_like(microbatch.tokens, len(microbatch.scored) > 0, dtype=torch.bool)
     if microbatch.own is not None:
         counted[microbatch.own.filled_from :] = False
@@ -111,7 +108,7 @@ def _counted(microbatch: Microbatch) -> Tensor:
 
 
 def load_metrics(tally: Tensor, sizes: Experts, replayed: bool) -> dict[str, float]:
-    """Means over layers, from a batch's tallies; entropies in nats a token."""
+    """Means over layers from a batch's tallies; entropies in nats a token."""
     loads, (entropies, agreeing, tokens) = tally[:, : sizes.number].double(), tally[:, sizes.number :].double().T
     found = {
         "moe/load_max_over_mean": float((loads.amax(-1) / loads.mean(-1)).mean()),

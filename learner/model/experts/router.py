@@ -1,4 +1,4 @@
-"""The router of a mixture of experts, in float32: which experts a token takes, how much of each, and what is counted.
+"""The router of a mixture of experts, in float32.
 
 Routes are arguments of the block's forward pass, so a recomputation gets the same ones.
 """
@@ -15,11 +15,11 @@ FIGURES = 3
 
 
 class Routing:
-    """What routers are given of a row.
+    """A row's inputs of routers.
 
     `counted`: bool [tokens], for the tally. `routes`: integers [layers, tokens, k]; None: the router chooses. `tally`:
-    float32 [layers, experts + FIGURES], written, not added to, so that a recomputation changes nothing. No dataclass:
-    FSDP would hand over a copy, in the model's dtype.
+    float32 [layers, experts + FIGURES], written, not added to, so recomputation changes nothing. No dataclass: FSDP
+    would cast it.
     """
 
     def __init__(self, counted: Tensor, routes: Tensor | None, tally: Tensor | None) -> None:
@@ -31,7 +31,7 @@ class Routing:
 
 
 class Router(nn.Module):
-    """A linear layer with the weight of transformers' `theirs`, under its name, and a softmax."""
+    """A linear layer with transformers' weight, and a softmax."""
 
     def __init__(self, theirs: Any) -> None:
         super().__init__()
@@ -41,9 +41,9 @@ class Router(nn.Module):
         self.routing: Routing | None = None
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits [tokens, experts] float32, weights and ids of the experts taken: [tokens, k] float32 and int64.
+        """Logits [tokens, experts] float32; weights and ids of experts: [tokens, k] float32 and int64.
 
-        Weights are computed from differences of logits, so that none is 0 / 0.
+        Weights come from differences of logits, so that none is 0 / 0.
         """
         wide = torch.promote_types(hidden.dtype, torch.float32)
         logits = linear(hidden.to(wide), self.weight.to(wide))
@@ -57,9 +57,9 @@ class Router(nn.Module):
 
 
 def tallied(logits: Tensor, ids: Tensor, own: Tensor, counted: Tensor) -> Tensor:
-    """How often each expert is taken, then the FIGURES: [experts + FIGURES] float32.
+    """Loads of experts, then the FIGURES: [experts + FIGURES] float32.
 
-    `own` [tokens, k]: the experts that the router would choose.
+    `own` [tokens, k]: what the router would choose.
     """
     counts, share = counted.float(), logits.float().softmax(-1)
     taken = counts.new_zeros(logits.shape[-1]).index_add(0, ids.flatten(), counts.repeat_interleave(ids.shape[-1]))

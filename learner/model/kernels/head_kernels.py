@@ -1,7 +1,6 @@
-"""The head's two passes over a chunk of logits, fused for GPU: the forward reads the logits once, the backward reads
-and writes them once.
+"""The head's passes over logits, fused for GPUs: one read forward, one read and write backward.
 
-Plain PyTorch (`head.py`) makes twenty passes, a sixth of a training step.
+Plain PyTorch makes twenty passes, a sixth of a training step.
 """
 
 import torch
@@ -19,7 +18,7 @@ def _logprob_forward_kernel(  # type: ignore[no-untyped-def]
     logits, targets, logprobs, norms, entropy, vocabulary, inverse_temperature,
     BLOCK: tl.constexpr, LOWEST: tl.constexpr,
 ):  # fmt: skip
-    """One program per row. Each lane keeps a running maximum m, the sum of exp(z - m) and of z exp(z - m)."""
+    """Each lane keeps a running maximum m, and sums of exp(z - m) and z exp(z - m)."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * vocabulary
     lane = tl.arange(0, BLOCK)
@@ -65,7 +64,7 @@ def _logit_gradient_kernel(  # type: ignore[no-untyped-def]
 
 
 def logprob_forward(logits: Tensor, targets: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Log-probability of each target, log-normaliser and entropy: three [tokens] float32."""
+    """Log-probability of targets, log-normaliser and entropy: three [tokens] float32."""
     tokens, vocabulary = logits.shape
     logprobs, norms, entropy = logits.new_empty(3, tokens).unbind()
     if tokens:
@@ -86,7 +85,7 @@ def logit_gradient(
     temperature: float,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Gradient of the loss at the logits: [tokens, vocabulary]."""
+    """Gradient at the logits: [tokens, vocabulary]."""
     tokens, vocabulary = logits.shape
     gradient = torch.empty_like(logits, dtype=dtype)
     if tokens:

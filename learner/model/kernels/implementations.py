@@ -1,8 +1,8 @@
-"""The kernels behind `operators.attend`: forward and backward pass of attention over sequences of many lengths.
+"""The kernels behind `operators.attend`.
 
-All take query [queries, heads, head_dim], key and value [keys, fewer or as many heads, head_dim], and answer in that
-layout, with a log-sum-exp [heads, queries]. Output and log-sum-exp in a backward pass may be a longer softmax's: then
-gradients are exact parts of the whole. No sequence is empty.
+Query and output are [queries, heads, head_dim], key and value [keys, fewer or as many heads, head_dim], log-sum-exp
+[heads, queries]. In a backward pass output and log-sum-exp may be a longer softmax's: gradients are then exact parts of
+the whole. No sequence is empty.
 """
 
 from collections.abc import Callable
@@ -19,15 +19,13 @@ aten = torch.ops.aten
 
 
 class Kernel(NamedTuple):
-    """How one library computes it."""
-
     forward: Callable[[Tensor, Tensor, Tensor, Sequences], Pair]
     backward: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Sequences], Triple]
     """(gradient of the output, query, key, value, output, log-sum-exp, sequences) -> gradients."""
 
 
 def empty_results(q: Tensor, v: Tensor) -> Pair:
-    """Room for output and log-sum-exp, which is float32 whatever the inputs are (float64 in float64 tests)."""
+    """Room for output and log-sum-exp, which is float32 or wider."""
     dtype = torch.promote_types(q.dtype, torch.float32)
     return q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty((q.shape[1], q.shape[0]), dtype=dtype)
 
@@ -37,7 +35,7 @@ def _by_head(x: Tensor) -> Tensor:
 
 
 def _cpu_mask(q: Tensor, k: Tensor, causal: bool) -> tuple[bool, Tensor | None]:
-    """aten's own causal mask has the first query at the place of the first key."""
+    """aten's causal mask aligns the first query with the first key."""
     (queries, keys), dtype = (len(q), len(k)), q.dtype
     if not causal or queries == keys:
         return causal, None
@@ -139,4 +137,4 @@ KERNELS = {
     "flash4": Kernel(_flash4_forward, _flash4_backward),
     "plain": Kernel(plain.forward, plain.backward),
 }
-"""`sdpa` takes `plain` where aten's kernel for CPU does not do."""
+"""`sdpa` takes `plain` where aten's CPU kernel does not do."""

@@ -1,15 +1,14 @@
-"""Attention over a row: one call of a kernel, or two whose softmaxes are joined where answers share a long prompt.
+"""Attention over a row: one kernel call, or two whose softmaxes are joined where answers share a long prompt.
 
-The second call lets the answers, as one query sequence, see all of the prompt. With outputs O, log-sum-exps L and s =
-sigmoid(L_prompt - L_own), an answer's token gets
+With outputs O, log-sum-exps L and s = sigmoid(L_prompt - L_own), an answer's token gets
 
     O = (1 - s) O_own + s O_prompt,    L = log(exp(L_own) + exp(L_prompt)).
 
-In the backward pass each call gets O and L of the whole softmax: exp(score - L) and dO . O are then those of the whole,
-so gradients are exact and add up.
+In the backward pass each call gets the whole softmax's O and L, so that exp(score - L) and dO . O are the whole's, and
+gradients add up exactly.
 
-Attention sinks are one more score z for each head, whose value is zero: O becomes O sigmoid(L - z), and L becomes
-log(exp(L) + exp(z)). The gradient of z is the sum of -exp(z - L) dO . O over the tokens.
+A sink is one more score z of each head, with value zero: O becomes O sigmoid(L - z), L becomes log(exp(L) + exp(z)),
+and the gradient of z is the sum of -exp(z - L) dO . O over tokens.
 """
 
 from typing import Any
@@ -36,8 +35,10 @@ def attention(
     softcap: float | None = None,
     sinks: Tensor | None = None,
 ) -> Tensor:
-    """Attend over the pieces at `starts`: [tokens, heads, head_dim]. `options`: whether causal, scale, sliding window,
-    kernel; `plain` alone has a `softcap`."""
+    """Attend over the pieces at `starts`: [tokens, heads, head_dim].
+
+    `options`: whether causal, scale, sliding window, kernel; `plain` alone has a `softcap`.
+    """
     copied = shared if isinstance(shared, CopiedPrompts) else NOTHING_COPIED
     prompts = shared if isinstance(shared, SharedPrompts) else NOTHING_SHARED
     out: Tensor = _Attention.apply(  # type: ignore[no-untyped-call]

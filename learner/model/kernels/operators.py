@@ -1,9 +1,8 @@
-"""Variable-length attention as two operators that torch.compile does not look into: `attend` and `attend_backward`.
+"""Variable-length attention as operators that torch.compile does not look into.
 
-`joined.py` differentiates, because an operator that also answers a log-sum-exp would drop that one's gradient silently.
-
-With `copied`, int64 indices, sequence i sees k[copied[k_starts[i] : k_starts[i + 1]]] and likewise of v. Both operators
-make the copies: the compiler would keep them from the forward to the backward pass of every layer.
+`joined.py` differentiates: an operator would silently drop the gradient of its log-sum-exp. Sequence i sees
+k[copied[k_starts[i] : k_starts[i + 1]]], likewise v. Operators make copies, which the compiler would keep for the
+backward pass.
 """
 
 import torch
@@ -29,7 +28,7 @@ def attend(
     copied: Tensor | None = None,
     softcap: float | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Output [queries, heads, head_dim] and float32 log-sum-exp [heads, queries]; see `Sequences`."""
+    """Output [queries, heads, head_dim], log-sum-exp [heads, queries] float32; see `Sequences`."""
     at = Sequences(q_starts, k_starts, q_longest, k_longest, causal, scale, window, softcap)
     out, lse = KERNELS[kernel].forward(q, *_copies(k, v, copied), at)
     return out.contiguous(), lse.contiguous()
@@ -82,4 +81,3 @@ def _added_up(gradients: Tensor, copied: Tensor, like: Tensor) -> Tensor:
 
 
 ATTEND, ATTEND_BACKWARD = torch.ops.headrace.attend.default, torch.ops.headrace.attend_backward.default
-"""The operators as a dispatch mode sees them."""

@@ -1,6 +1,6 @@
-"""Attention in plain arithmetic, for any device: the only kernel that computes a softcap.
+"""Attention in plain arithmetic for any device, the only kernel with a softcap.
 
-It is slow: one sequence after another. It waits for the GPU, because it reads the bounds of the sequences.
+It takes one sequence after another, and waits for the GPU, because it reads their bounds.
 """
 
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ PAIRS = 1 << 24
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, at: Sequences) -> Pair:
-    """Output [queries, heads, head_dim], log-sum-exp [heads, queries] in float32 or wider."""
+    """Output, and log-sum-exp in float32 or wider."""
     wide = torch.promote_types(q.dtype, torch.float32)
     out, lse = q.new_empty((*q.shape[:2], v.shape[2])), q.new_empty((q.shape[1], q.shape[0]), dtype=wide)
     for rows, seen, hidden in _tiles(q, at):
@@ -27,7 +27,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, at: Sequences) -> Pair:
 
 
 def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, at: Sequences) -> Triple:
-    """Gradients of query, key and value, in their dtypes, from those of the output."""
+    """Gradients of query, key and value."""
     wide = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = q.new_empty(q.shape), k.new_zeros(k.shape, dtype=wide), v.new_zeros(v.shape, dtype=wide)
     rowsum = (grad.to(wide) * out.to(wide)).sum(-1).T
@@ -45,7 +45,7 @@ def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Te
 
 
 def _tiles(q: Tensor, at: Sequences) -> Iterator[tuple[slice, slice, Tensor | None]]:
-    """Queries, the keys that some of them see, and which of these are hidden."""
+    """Queries, the keys that some of them see, and which are hidden."""
     for own, seen in at.spans():
         offset = (seen.stop - seen.start) - (own.stop - own.start)
         step = max(1, PAIRS // max(1, q.shape[1] * (seen.stop - seen.start)))

@@ -1,4 +1,4 @@
-"""The sequences that an attention kernel computes in one call."""
+"""The sequences of one call of an attention kernel."""
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -7,8 +7,8 @@ from torch import Tensor
 
 
 class Sequences(NamedTuple):
-    """Queries of sequence i see its keys: all, or if `causal` those up to their own place. The last query is at the
-    place of the last key.
+    """Queries of sequence i see its keys: all, or if `causal` those up to their own place. Last query and last key have
+    the same place.
 
     Example: answers of 3 and 5 tokens, each with its own copy of a prompt of 9, have `q_starts` [0, 3, 8] and
     `k_starts` [0, 12, 26], int32.
@@ -21,7 +21,7 @@ class Sequences(NamedTuple):
     causal: bool
     scale: float
     window: int | None
-    """A query sees at most so many keys up to its own place, which is included."""
+    """The most keys that a query sees, its own place included."""
     softcap: float | None = None
     """Scores become `softcap * tanh(score / softcap)`."""
 
@@ -30,11 +30,11 @@ class Sequences(NamedTuple):
         return self.q_starts, self.k_starts, self.q_longest, self.k_longest
 
     def bounds(self, none: Any) -> tuple[Any, Any]:
-        """The window as (left, right), as far as `causal` does not say it already."""
+        """The window as (left, right), where `causal` does not imply it."""
         return (none, none) if self.window is None else (self.window - 1, 0 if self.causal else self.q_longest)
 
     def spans(self) -> Iterator[tuple[slice, slice]]:
-        """It reads the starts, and a GPU would wait."""
+        """A GPU would wait: this reads the starts."""
         q, k = self.q_starts.tolist(), self.k_starts.tolist()
         return zip(map(slice, q, q[1:]), map(slice, k, k[1:]), strict=False)
 

@@ -1,7 +1,6 @@
-"""LoRA (arXiv 2106.09685): `W x + scale B A x` in linear layers of the text model's blocks, W frozen, A and B trained.
+"""LoRA (arXiv 2106.09685): `W x + scale B A x` in linear layers of the text model's blocks, W frozen.
 
-A layer keeps its class's arithmetic and its weight's name, so that sharding, recomputation and compilation see an
-ordinary model.
+Layers keep their arithmetic and names: sharding, recomputation and compilation see an ordinary model.
 """
 
 import hashlib
@@ -21,8 +20,6 @@ from learner.weights.plan import LORA_A, LORA_B
 
 
 class Adapted(nn.Linear):
-    """A linear layer with an adapter beside its frozen weight."""
-
     lora_A: nn.Parameter
     """[rank, in_features]"""
     lora_B: nn.Parameter
@@ -36,7 +33,7 @@ class Adapted(nn.Linear):
 
 
 class Factor(NamedTuple):
-    """A weight on the wire: a matrix of an adapter, or any of a model without one."""
+    """A weight on the wire: an adapter's matrix, or any without an adapter."""
 
     name: str
     """As `model.layers.0.self_attn.q_proj.lora_A.weight`."""
@@ -46,8 +43,7 @@ class Factor(NamedTuple):
 
 
 def adapt(model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype) -> None:
-    """Freeze `model`, on meta, in `dtype`, and give its target layers adapters. Raises ConfigError for an unknown
-    target."""
+    """Freeze `model` in `dtype` and adapt its target layers. Raises ConfigError for unknown targets."""
     inside = {module for block in blocks(model) for module in block.modules() if type(module) is nn.Linear}
     layers = {name: module for name, module in model.named_modules() if module in inside}
     known = {_last_word(name) for name in layers}
@@ -73,7 +69,7 @@ def _last_word(name: str) -> str:
 
 
 def factors(model: nn.Module) -> Iterator[Factor]:
-    """The adapter's matrices in the order of the layers, A before B; none of a model without one."""
+    """The adapter's matrices by layer, A before B; none without one."""
     for name, layer in model.named_modules():
         if isinstance(layer, Adapted):
             yield Factor(name + LORA_A, layer.lora_A, 1.0)
@@ -92,7 +88,6 @@ def initial(parameter: str, shape: torch.Size, seed: int) -> Tensor:
 
 @contextmanager
 def without_adapter(model: nn.Module) -> Iterator[None]:
-    """Within it, `model` is its base."""
     layers = [module for module in model.modules() if isinstance(module, Adapted)]
     for layer in layers:
         layer.on = False

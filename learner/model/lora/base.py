@@ -1,7 +1,4 @@
-"""The model beneath an adapter: as the reference of the KL term, and as what a checkpoint belongs to.
-
-Both are collectives of the ranks that share a copy of the model.
-"""
+"""The model beneath an adapter, as reference of the KL term and for checkpoints. Its functions are collectives."""
 
 import hashlib
 
@@ -29,7 +26,7 @@ class Base:
 
 
 def digest(model: nn.Module, mesh: DeviceMesh | None = None) -> str:
-    """A digest of the frozen weights, the same however they are sharded."""
+    """Digest of the frozen weights, however they are sharded."""
     frozen = [(name, p) for name, p in model.named_parameters() if not p.requires_grad]
     sums = torch.stack([_word_sum(p) for _, p in frozen])
     if mesh is not None:

@@ -1,8 +1,7 @@
-"""A rollout server's end of the weights wire, in the front process's event loop.
+"""A rollout server's end of the weights wire, in its front process.
 
-`policies` yields each version once the workers have it with the learner's checksums; workers without room for copies
-receive it during `load` instead. Waits for the learner and the workers. When the learner falls silent this asks the
-buffer (`where`) and keeps trying the old address.
+`policies` yields each version that the workers have verified, or receive during `load`. A silent learner is sought at
+the buffer (`where`) and at its old address.
 """
 
 import asyncio
@@ -26,12 +25,11 @@ from learner.weights.receiver.workers import Workers, next_report
 
 log = logging.getLogger(__name__)
 STUCK = 3.0
-"""Timeouts after which a server ends whose workers hang in a round that was given up: they wait for the group, its
-first step and a bucket up to one timeout each."""
+"""Timeouts after which a server with hanging workers ends: group, first step and bucket may take one each."""
 
 
 class Receiver:
-    """Follows the learner. `where(known)` returns its address as soon as it is not `known`."""
+    """Follows the learner. `where(known)` returns its address once it is another."""
 
     def __init__(
         self,
@@ -60,7 +58,7 @@ class Receiver:
         self._rounds.release()
 
     async def policies(self) -> AsyncGenerator[StagedPolicy | StreamedPolicy, None]:
-        """Each new policy, verified by checksums. Load it before asking for the next. Raises WeightsError."""
+        """Each verified policy; load it before the next. Raises WeightsError."""
         follow = asyncio.create_task(self._follow(), name="weights")
         follow.add_done_callback(self._on_end)
         try:
@@ -145,7 +143,7 @@ class Receiver:
             raise WeightsError(message.reason)
 
     async def _on_welcome(self, welcome: protocol.ServerWelcome, connection: LearnerConnection) -> None:
-        if self._rounds.state is State.CLEARING:  # nothing can be allocated before its buckets are free: Join follows
+        if self._rounds.state is State.CLEARING:  # Join follows once its buckets are free
             return
         await self._workers.prepare(welcome)
         self._join = self._join.model_copy(update={"digest": welcome.digest, "trained": welcome.trained})
@@ -223,7 +221,7 @@ class Receiver:
         self._say(protocol.Failed(round=reception.go.round, reason=reason))
 
     def _require_end(self) -> None:
-        """Raise WeightsError if workers hang: without their buckets this server would keep its policy for ever."""
+        """Raise WeightsError if workers hang: they would never free their buckets."""
         reception = self._rounds.reception
         if self._rounds.state is not State.CLEARING or not reception:
             return

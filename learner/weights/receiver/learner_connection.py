@@ -1,7 +1,5 @@
-"""A server's connection to the learner at one address: sends heartbeats, joins until admitted, notices silence.
-
-After a long silence it connects with another socket, because libzmq gives up once a handshake was refused.
-"""
+"""A server's connection to the learner: heartbeats, joining, silence. After a long silence it takes another socket,
+since libzmq gives up after a refused handshake."""
 
 import asyncio
 import math
@@ -16,8 +14,7 @@ from buffer.wire.message import Message
 from learner.weights.protocol import BEATS, TO_SERVER, Join, KeepAlive, Leave, dealer, pack, unpack
 
 BEATS_ANEW = 3 * BEATS
-"""Heartbeats of silence after which the server connects anew. A learner that is only paused keeps its servers so
-long."""
+"""Heartbeats of silence before the server connects anew; a paused learner keeps its servers so long."""
 
 
 class LearnerConnection:
@@ -73,5 +70,5 @@ class LearnerConnection:
         for one in ending:
             one.cancel()
         await asyncio.wait(ending)
-        await self._breaks.aclose()  # before its socket: a break may have ended it already
+        await self._breaks.aclose()  # before its socket: a break may have ended it
         self._socket.close()

@@ -9,7 +9,7 @@ from learner.weights.protocol import Checksums, Failed, Go, Probe, Staged
 
 @dataclass(eq=False)
 class Reception:
-    """`workers` of them receive the round of `go`."""
+    """The round of `go`, which `workers` receive."""
 
     go: Go
     workers: int

@@ -1,13 +1,11 @@
-"""The rounds at a server, one at a time: the state of the present one, and what may follow it.
+"""The rounds at a server, one at a time.
 
-    IDLE       no round                                                  Ready was said -> PLEDGED
-    PLEDGED    Ready was said, Go has not come                           Go -> RECEIVING    left the learner -> IDLE
-    RECEIVING  the workers receive, or have and are not verified yet     verified -> LOADING    failed -> IDLE
-                                                                         given up -> CLEARING
-    LOADING    verified: the rollout loop loads it                       loaded -> IDLE
-    CLEARING   given up, but workers may still write to their buckets    cleared -> IDLE
+    PLEDGED    Ready was said, Go has not come
+    RECEIVING  the workers receive, or have and are not verified yet
+    LOADING    verified: the rollout loop loads it
+    CLEARING   given up, but workers may still write to their buckets
 
-The newest offer that comes while the buckets are not free (LOADING, CLEARING) waits until they are.
+The newest offer in LOADING or CLEARING waits until the buckets are free.
 """
 
 from collections.abc import Callable
@@ -46,7 +44,7 @@ class IllegalTransition(RuntimeError):
 
 
 class Rounds:
-    """The present round of one server. `say` sends to the learner."""
+    """The present round. `say` sends to the learner."""
 
     def __init__(self, say: Callable[[Message], None]) -> None:
         self._say = say
@@ -56,8 +54,8 @@ class Rounds:
         self.held = False
 
     def hold(self, loading: bool) -> bool:
-        """Accept no offer until `release`. Returns False where a version is on its way. `loading`: the version in
-        LOADING is in place."""
+        """Accept no offer until `release`; False: a version is on its way. `loading`: the one in LOADING is in
+        place."""
         if self.state in (State.PLEDGED, State.RECEIVING) or (self.state is State.LOADING and not loading):
             return False
         self.held = True
@@ -70,7 +68,7 @@ class Rounds:
         self._say(Release())
 
     def offer(self, offer: Offer) -> None:
-        """Answer with Ready or Hold, now or once the buckets are free."""
+        """Answer with Ready or Hold, once the buckets are free."""
         if self.state is State.RECEIVING:
             raise IllegalTransition("an offer in RECEIVING")
         self._offer = offer
@@ -78,7 +76,7 @@ class Rounds:
             self._answer()
 
     def joined(self) -> None:
-        """The learner admitted this server anew and knows nothing of its round or hold."""
+        """The learner knows nothing of this server's round or hold."""
         if self.reception:
             self.reception.take_probe(None)
         if self.held and self.state is not State.LOADING:
@@ -122,7 +120,7 @@ class Rounds:
         return self.reception
 
     def aborted(self, free: bool) -> bool:
-        """Returns whether the buckets are free by now. `free`: no worker writes any more."""
+        """Returns whether the buckets are free. `free`: no worker writes."""
         if self.state is State.CLEARING and self.reception and (free or self.reception.complete):
             self.clear()
         return self.state is not State.CLEARING

@@ -1,4 +1,4 @@
-"""A version that lies complete in the workers' staging copies: `load` it, with nothing paused, then `loaded`."""
+"""A version complete in the staging copies: `load` it, with nothing paused, then `loaded`."""
 
 import logging
 import time
@@ -23,7 +23,7 @@ class ReceivingEngine(Protocol):
 
 
 class WeightsError(RuntimeError):
-    """The received weights are wrong, or the learner refuses this server. `final`: a restart would end the same way."""
+    """The weights are wrong, or the learner refuses this server. `final`: restarts do not help."""
 
     def __init__(self, reason: str, final: bool = False) -> None:
         super().__init__(reason)
@@ -31,7 +31,7 @@ class WeightsError(RuntimeError):
 
 
 class StagedPolicy:
-    """A version to load. `release` allows the staging copies to be overwritten."""
+    """A version to load. `release`: staging copies may be overwritten."""
 
     def __init__(
         self,
@@ -62,7 +62,7 @@ class StagedPolicy:
 async def confirm(
     reception: Reception, engine: ReceivingEngine, say: Callable[[Message], None], load_s: float, pause_s: float
 ) -> None:
-    """Compare the probe, if one is due, and say Loaded. Raises WeightsError."""
+    """Compare the probe, if one is due; say Loaded. Raises WeightsError."""
     go, difference, started = reception.go, None, time.perf_counter()
     probe = await reception.probe if go.probe else None
     if probe is not None:
@@ -76,7 +76,7 @@ async def confirm(
         if not difference <= probe.tolerance:
             reason = (
                 f"version {go.version}: the probe's log-probabilities differ by {difference:.4g} nat on average "
-                f"(weights.probe_tolerance {probe.tolerance:g}): {_few(ours)} here, {_few(theirs)} at the learner"
+                f"(weights.probe_tolerance {probe.tolerance:.3g}): {_few(ours)} here, {_few(theirs)} at the learner"
             )
             if go.version == 0:
                 reason += _advice(ours, theirs)

@@ -1,11 +1,6 @@
-"""A vLLM worker's end of the weights wire: receives buckets in a thread and on a CUDA stream of its own.
-
-The front process drives it (`follow.Receiver`). Mode `full` receives into a copy of all weights while generation goes
-on, mode `slices` into a copy of what this worker loads. Mode `bucket` has room for two buckets and loads each as soon
-as it arrives, while the engine is paused. The thread waits at most Go's timeout, and reports when it ends (`Staged`).
-
-Only `prepare` allocates buckets: a round waits until those of a broken one are free, so recovery needs no memory.
-"""
+"""A vLLM worker's end of the weights wire: receives buckets in a thread, on its own CUDA stream, as `weights.staging`
+says (docs/design/weights-wire.md). Only `prepare` allocates: a round waits for the buckets of a broken one, so recovery
+needs no memory."""
 
 import logging
 import threading
@@ -38,7 +33,7 @@ def whole_tensors(specs: Sequence[Spec], frozen: Collection[str]) -> Regions:
 
 
 class Receipt:
-    """One round that is received into `weights`, over `channel` or, without one, from files."""
+    """One round, received over `channel` or, without one, from files."""
 
     def __init__(self, go: Go, weights: Buckets, channel: WorkerChannels | None) -> None:
         self.go, self.channel = go, channel
@@ -61,11 +56,11 @@ class Receipt:
         self.over.set()
 
     def give_up(self) -> None:
-        """A thread that has not begun to fill the buckets never will."""
+        """A thread that has not begun never fills the buckets."""
         with self._lock:
             self._given_up = True
             if not self._begun:
-                self._weights = None  # a waiting thread must not keep them in memory
+                self._weights = None  # a waiting thread must not keep them
 
     @property
     def writes(self) -> bool:
@@ -88,8 +83,8 @@ class Staging:
         self._read: torch.cuda.Event | None = None
 
     def prepare(self, welcome: bytes, wanted: str) -> tuple[str, str, str]:
-        """Allocate room for the plan in `welcome`, a packed ServerWelcome. Returns the digests of all and of what is
-        trained, and the mode. Raises ValueError."""
+        """Allocate for a packed ServerWelcome. Returns the digests of all and of trained weights, and the mode. Raises
+        ValueError."""
         message = unpack(welcome, TO_SERVER)
         assert isinstance(message, ServerWelcome)
         specs = [Spec(tensor.name, tuple(tensor.shape), dtype_of(tensor.dtype)) for tensor in message.tensors]
@@ -114,7 +109,7 @@ class Staging:
         message = unpack(go, TO_SERVER)
         assert isinstance(message, Go) and self._buckets is not None
         self._version = None
-        if not self.free:  # a thread hangs in a group that was given up
+        if not self.free:  # a thread hangs in a group given up
             self.abort()
         before = [receipt for receipt in self._receipts if receipt.writes]
         if self.mode == "bucket" and self.device.type == "cuda":
@@ -128,7 +123,7 @@ class Staging:
         return not any(receipt.writes for receipt in self._receipts)
 
     def abort(self) -> bool:
-        """Returns whether the buckets are free; if not, the thread's report frees them."""
+        """Returns whether the buckets are free; else the thread's report frees them."""
         for receipt in self._receipts:
             receipt.give_up()
         self._leave_group()
@@ -149,7 +144,7 @@ class Staging:
             raise ValueError(f"version {version} is not staged; {self._version} is")
 
     def read_until(self, event: torch.cuda.Event) -> None:
-        """The GPU reads the staged version until `event`: the next one is received only then."""
+        """The GPU reads the staged version until `event`; the next one waits for it."""
         self._read = event
 
     def _allocate(self, plan: Plan, wanted: str) -> None:
@@ -214,7 +209,7 @@ class Staging:
             sums = self._receive(receipt, before)
         except ChannelError as error:
             reason = str(error)
-        except BaseException as error:  # the front process ends the server with it
+        except BaseException as error:  # the front process then ends the server
             log.exception("weights: version %d", go.version)
             reason, fatal = f"{type(error).__name__}: {error}", True
         span_s = receipt.channel.span_s if receipt.channel else 0.0
@@ -232,7 +227,7 @@ class Staging:
                 torch.cuda.current_stream(self.device).wait_event(self._read)
             try:
                 sums = self._take(go, weights, receipt.channel)
-            except ChannelError:  # the group's kernels may write until it is aborted
+            except ChannelError:  # kernels may write until the group is aborted
                 if self.device.type == "cuda":
                     self.read_until(torch.cuda.current_stream(self.device).record_event())
                 raise
@@ -262,7 +257,7 @@ class Staging:
 
 
 def arrivals(go: Go, weights: Buckets, channel: WorkerChannels | None) -> Iterator[int]:
-    """Fill the buckets. Yields the index of each complete one."""
+    """Fill the buckets; yields the index of each complete one."""
     first = weights.plan.first(go.plan)
     if isinstance(go.source, str):
         yield from files.read(Path(go.source), weights, first)

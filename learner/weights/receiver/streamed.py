@@ -1,7 +1,5 @@
-"""A version that is received straight into place while the engine is paused, for workers without room for a copy.
-
-A broadcast that breaks leaves weights of two versions in place, so `load` waits for the next round or learner.
-"""
+"""A version received straight into place while the engine is paused. A broken broadcast leaves weights of two versions,
+so `load` waits for the next round."""
 
 import asyncio
 import time
@@ -31,7 +29,7 @@ class StreamedPolicy:
 
     @property
     def version(self) -> int:
-        """After `load` the version in place, which may be later than announced."""
+        """After `load` the version in place, perhaps later than announced."""
         return self._reception.go.version
 
     def begin(self, reception: Reception) -> None:

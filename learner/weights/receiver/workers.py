@@ -1,4 +1,4 @@
-"""Calls to all vLLM workers of a server to receive weights, and their reports."""
+"""Calls to a server's vLLM workers to receive weights, and their reports."""
 
 import logging
 import shutil
@@ -34,7 +34,7 @@ class Workers:
         return len(workers), str(workers[0]["backend"])
 
     async def prepare(self, welcome: ServerWelcome) -> None:
-        """Have all workers allocate room: each for a copy, or all for two buckets. Raises WeightsError."""
+        """Allocate a copy in each worker, or two buckets in all. Raises WeightsError."""
         theirs = welcome.digest, welcome.trained
         for staging in (self._staging, "bucket"):
             answers = await self.engine.collective("rl_prepare", pack(welcome), staging, timeout_s=self.timeout_s)

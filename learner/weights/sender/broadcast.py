@@ -1,4 +1,4 @@
-"""The learner's side of the process group of a round, kept while its members stay the same."""
+"""Rank 0's process group with the workers, kept while members stay the same."""
 
 import asyncio
 import time
@@ -15,7 +15,7 @@ class BroadcastGroup:
     """Rank 0 and the workers of `members`, in order."""
 
     at_fault = False
-    """A failed round is no server's fault."""
+    """Whether the learner, and no server, spoilt the round."""
 
     def __init__(self, host: str, device: torch.device, timeout_s: float) -> None:
         self.members: list[Member] = []
@@ -23,7 +23,7 @@ class BroadcastGroup:
         self._device, self._timeout_s = device, timeout_s
         self._rendezvous = Rendezvous(host, timeout_s)
         self._channel: Channel | None = None
-        self._epoch = time.time_ns() >> 20  # greater than the epochs of a learner that died before
+        self._epoch = time.time_ns() >> 20  # greater than a dead learner's epochs
 
     async def prepare(self, policy: PublishedPolicy, copies: DoubleBuffer, members: list[Member]) -> None:
         if self._channel is not None and members == self.members:
@@ -42,7 +42,7 @@ class BroadcastGroup:
 
     @property
     def formed(self) -> RankAssignment | None:
-        """How the learner's other ranks enter groups of their own with the same workers."""
+        """How other learner ranks form groups with the same workers."""
         return self._assignment(0) if self._channel else None
 
     def source(self, policy: PublishedPolicy, member: Member) -> RankAssignment:
@@ -70,7 +70,7 @@ class BroadcastGroup:
 
 
 def whole_checksums(policy: PublishedPolicy, copies: DoubleBuffer, digest: str) -> asyncio.Future[list[int]]:
-    """Compute the checksums of a whole copy, in a thread."""
+    """Compute a whole copy's checksums in a thread."""
 
     def compute() -> list[int]:
         with copies.reading(policy) as weights:

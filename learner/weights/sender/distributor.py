@@ -1,7 +1,5 @@
-"""The serving half of the sender: brings each member the newest policy, round by round (`sending_round.py`).
-
-Runs in a background thread of learner rank 0. One dead server costs at most one timeout.
-"""
+"""Brings each member the newest policy, round by round, in a background thread of rank 0. One dead server costs at most
+one timeout."""
 
 import asyncio
 import logging
@@ -21,13 +19,12 @@ from learner.weights.sender.suspects import Suspects
 
 log = logging.getLogger(__name__)
 ATTEMPTS = 3
-"""Rounds in a row that fail for a server while no member is missing, until it is refused."""
+"""Failed rounds in a row, with no member missing, until refusal."""
 SERVER_TIMINGS = ("load_s", "pause_s", "verify_s")
 
 
 class Distributor:
-    """Brings the newest policy of `copies` to all members. All but `stats` belongs to the event loop that runs
-    `serve`."""
+    """All but `stats` belongs to the event loop of `serve`."""
 
     def __init__(
         self,
@@ -56,12 +53,12 @@ class Distributor:
         self._copies, self._transport, self._session = copies, transport, session
         self._plans = (plan.trained, plan) if plan.frozen else (plan,)
         self._timeout_s, self._heartbeat_s = config.timeout_s, heartbeat_s
-        self._number = time.time_ns() >> 20  # greater than the rounds of a learner that died before
+        self._number = time.time_ns() >> 20  # greater than a dead learner's rounds
         self._busy = False
         self._last_round = {"weights/servers": 0.0}
 
     def stats(self) -> dict[str, float]:
-        """The learner's thread calls it, so `_last_round` is replaced as a whole."""
+        """The learner's thread calls it: `_last_round` is replaced whole."""
         members = float(len(list(self.members)))
         return {"weights/members": members, "weights/failed": float(self.members.failed)} | self._last_round
 
@@ -164,7 +161,7 @@ class Distributor:
 def round_stats(
     policy: PublishedPolicy, plan: Plan, loaded: Iterable[Member], received_s: float, span_s: float
 ) -> dict[str, float]:
-    """Figures of a round (docs/design/weights-wire.md): plain keys hold the slowest server's."""
+    """Figures of a round (docs/design/weights-wire.md); the slowest server's under plain keys."""
     answers = {member.name: member.answer for member in loaded if isinstance(member.answer, protocol.Loaded)}
     stats = {
         "weights/version": float(policy.version),

@@ -1,8 +1,4 @@
-"""Weights as safetensors files in a folder that learner and servers share, for servers that no broadcast reaches.
-
-A version is written into a temporary folder that is then renamed: a visible folder is complete. Frozen weights have a
-folder of their own.
-"""
+"""Weights as files in a shared folder, for servers that no broadcast reaches. A visible folder is complete."""
 
 import asyncio
 import os
@@ -23,7 +19,7 @@ KEPT = 2
 
 
 class Files:
-    """Takes the place of `broadcast.BroadcastGroup`."""
+    """Replaces `broadcast.BroadcastGroup`."""
 
     backend, at_fault = "", False
     members: tuple[Member, ...] = ()
@@ -75,9 +71,9 @@ class Files:
 
 
 def read(folder: Path, weights: Buckets, first: int) -> Iterator[int]:
-    """Fill the buckets of `weights` from `first` on; yields the index of each complete one. Raises ChannelError."""
+    """Fill the buckets from `first` on; yields the index of each complete one. Raises ChannelError."""
     for bucket in range(first, len(weights.buckets)):
-        weights.buckets[bucket].zero_()  # the padding between tensors counts in the checksum
+        weights.buckets[bucket].zero_()  # the padding counts in the checksum
         path = (frozen_beside(folder) if bucket < weights.plan.frozen else folder) / _file(bucket)
         try:
             with safe_open(path, "pt") as file:
@@ -101,7 +97,7 @@ def _write_buckets(weights: Buckets, buckets: Iterable[int], path: Path) -> None
     partial.mkdir(parents=True)
     for bucket in buckets:
         save_file({name: tensor.cpu().clone() for name, tensor in weights.views(bucket)}, partial / _file(bucket))
-    apply_umask(partial)  # servers on other machines may run as another user
+    apply_umask(partial)  # servers may run as another user
     os.rename(partial, path)
 
 

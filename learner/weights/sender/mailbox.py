@@ -1,7 +1,4 @@
-"""Messages between the ranks that send rows, over the store in which they have met.
-
-The store asks for no key: whoever reaches it can break the training anyway.
-"""
+"""Messages between the ranks that send rows, over the store of all ranks. It asks for no key."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -18,7 +15,7 @@ ORDERS, ANSWERS = "weights/orders", "weights/answers"
 
 
 class SendingRanks(NamedTuple):
-    """The ranks of the learner that share a copy of the model, as one of them sees them."""
+    """The ranks that share a copy of the model."""
 
     rank: int
     number: int
@@ -26,12 +23,11 @@ class SendingRanks(NamedTuple):
     agree: Callable[[int], int]
     """A collective that returns rank 0's argument."""
     replicated: frozenset[str] = frozenset()
-    """Weights that each rank holds whole, by name."""
 
 
 class Mailbox:
-    """The numbered messages `name` of `store`. Numbers are never used again, so each start of the learner needs a
-    store, or a prefix, of its own; torch gives it one."""
+    """Numbered messages. Numbers are never reused: each start of the learner needs its own prefix, which torch
+    provides."""
 
     def __init__(self, store: Any, name: str, kinds: dict[str, type[Message]]) -> None:
         self._store, self._name, self._kinds = store.clone(), name, kinds
@@ -44,15 +40,15 @@ class Mailbox:
             self._store.delete_key(f"{self._name}/{number - KEPT}")
 
     def read(self) -> Iterator[Message]:
-        """Each message from the first on, until the store is gone."""
-        store, number = self._store.clone(), 1  # a connection of its own: a wait blocks it
+        """Each message, until the store is gone."""
+        store, number = self._store.clone(), 1  # a wait blocks its connection
         store.set_timeout(timedelta(days=1))
         while True:
             try:
                 data = store.get(f"{self._name}/{number}")
             except dist.DistNetworkError:
                 return
-            except dist.DistStoreError:  # nothing was posted for as long as a call may take
+            except dist.DistStoreError:  # nothing was posted
                 continue
             number += 1
             yield unpack(data, self._kinds)

@@ -1,4 +1,4 @@
-"""The rollout servers on the weights wire, as the sender sees them: admitted, kept by heartbeats, dropped."""
+"""The sender's view of the rollout servers: admitted, kept by heartbeats, dropped."""
 
 import asyncio
 import logging
@@ -26,7 +26,7 @@ MOST_MEMBERS = 4096
 
 @dataclass(eq=False)
 class Member:
-    """A server that joined. `route` is its ZeroMQ identity."""
+    """A server that joined. `route`: its ZeroMQ identity."""
 
     route: bytes
     name: str
@@ -43,9 +43,9 @@ class Member:
     late: bool = False
     """No round waits for it until it answers."""
     spoilt: bool = False
-    """It was ready and did not answer, or was the first to fail."""
+    """It was ready and did not answer, or failed first."""
     failures: int = 0
-    """Rounds in a row that failed for it while no member was missing."""
+    """Failed rounds in a row while no member was missing."""
 
     def on_message(self, message: Message) -> None:
         self.heard_at = self.clock()
@@ -72,7 +72,7 @@ class Member:
 
 
 class Members:
-    """Iterates over the members. `on_drop` is called with each that leaves or falls silent."""
+    """`on_drop`: called with each that leaves or falls silent."""
 
     def __init__(
         self,
@@ -116,7 +116,7 @@ class Members:
         return self._read(), self._watch(), self._beat(), self._keep_files(), self.clock.tick()
 
     async def _keep_files(self) -> None:
-        """Close connections without a Join while the learner is nearly out of open files."""
+        """Close connections without a Join when files are scarce."""
         while True:
             await asyncio.sleep(FILES_S)
             self._limits.keep_files()
@@ -126,7 +126,7 @@ class Members:
         self._send(member.route, message)
 
     def drop(self, member: Member, reason: str) -> None:
-        """Leave `member` out until it joins again. Without a reason it left by itself."""
+        """Leave `member` out until it joins again. No reason: it left."""
         self._remove(member)
         self._on_drop(member)
         if reason:

@@ -1,7 +1,5 @@
-"""The learner's side of a round in which each rank sends its own rows, on rank 0: it orders, and sends its rows too.
-
-`send` is over once all ranks have sent, or with the first that could not. A thread reads the other ranks' answers.
-"""
+"""Rank 0's side of a round in which each rank sends its own rows. `send` ends with the last rank, or the first that
+cannot."""
 
 import asyncio
 import threading
@@ -34,7 +32,7 @@ CLOSE_S = 5.0
 
 
 class RowBroadcast:
-    """Takes the place of `broadcast.BroadcastGroup`. `group`: rank 0's own with the workers."""
+    """Replaces `broadcast.BroadcastGroup`. `group`: rank 0's own."""
 
     def __init__(self, group: BroadcastGroup, ranks: SendingRanks, timeout_s: float) -> None:
         self.backend, self._group, self._timeout_s = group.backend, group, timeout_s
@@ -47,13 +45,12 @@ class RowBroadcast:
         self._number = time.time_ns() >> 20
         self._sent: dict[int, asyncio.Future[None]] = {}
         self._deaf: set[int] = set()
-        """Ranks that have not got the order of this sending yet, or refused it."""
+        """Ranks without the present order, or that refused it."""
         self._sums: dict[tuple[int, str, int], asyncio.Future[Sums]] = {}
         self._reader: threading.Thread | None = None
 
     @property
     def at_fault(self) -> bool:
-        """A failed sending is the fault of a rank of the learner."""
         return bool(self._deaf)
 
     @property

@@ -1,9 +1,5 @@
-"""A rank that sends its own rows, other than rank 0.
-
-`publish` waits for rank 0, which chooses the copy, because it knows which version it still offers. A thread reads rank
-0's orders: each names a version, and this rank sends the rows of that version or none, because rows of two versions
-would pass every checksum.
-"""
+"""A rank other than 0 that sends its own rows. A thread sends the version that rank 0 orders, or nothing: rows of two
+versions would pass every checksum."""
 
 import logging
 import threading
@@ -26,11 +22,11 @@ from learner.weights.sender.mailbox import ANSWERS, ORDERS, Mailbox, SendingRank
 
 log = logging.getLogger(__name__)
 CLOSE_S = 30.0
-"""Longest wait for rank 0, which first brings the last version to the servers."""
+"""Longest wait for rank 0, which brings the last version to servers."""
 
 
 class ShardedPolicy(ProbedPolicy, Protocol):
-    """A policy whose own rows can be read without communication."""
+    """A policy whose own rows need no communication."""
 
     def local_weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]: ...
 
@@ -38,7 +34,7 @@ class ShardedPolicy(ProbedPolicy, Protocol):
 def row_copies(
     specs: Sequence[Spec], config: WeightsConfig, device: torch.device, frozen: Collection[str], ranks: SendingRanks
 ) -> DoubleBuffer:
-    """The two copies of a rank's own rows."""
+    """Two copies of a rank's own rows."""
     size = bucket_bytes(config, ranks.number)
     plan = Plan.of(specs, size, frozen, ranks.number, ranks.replicated)
     return DoubleBuffer(plan, device, lambda before: RowPool(plan, ranks.rank, device, before))
@@ -134,7 +130,7 @@ class RowRank:
         try:
             with self._holding(order) as weights:
                 rows, columns = weights.sums(self.copies.plan.first(order.plan))
-        except LookupError:  # which `_send` reports; the version never comes back
+        except LookupError:  # `_send` reports it; the version never comes back
             return
         found = RowSums(
             rank=self._ranks.rank,
@@ -160,9 +156,9 @@ class RowRank:
     def _guard(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except dist.DistError:  # rank 0 is gone: the learner ends as a whole
+        except dist.DistError:  # the learner ends as a whole
             log.warning("weights: rank 0 is out of reach")
-        except BaseException as error:  # the outermost boundary of the thread
+        except BaseException as error:  # outermost boundary
             log.exception("weights: a thread of rank %d ended", self._ranks.rank)
             if not self._failed.done():
                 self._failed.set_exception(error)

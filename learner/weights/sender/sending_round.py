@@ -1,4 +1,4 @@
-"""One round of the sender, step by step: offer, go, broadcast and facts, answers, loaded."""
+"""One round of the sender: offer, go, broadcast and facts, answers, loaded."""
 
 import asyncio
 import logging
@@ -17,14 +17,14 @@ from learner.weights.sender.row_broadcast import RowBroadcast
 
 log = logging.getLogger(__name__)
 PATIENCE, LEAST_PATIENCE_S = 3.0, 1.0
-"""A round waits PATIENCE times as long as the first answers took, and at least LEAST_PATIENCE_S: a new group without
-the late members costs about a second."""
+"""A round waits PATIENCE times as long as the first answers took, and at least LEAST_PATIENCE_S, the price of a new
+group."""
 Transport = BroadcastGroup | RowBroadcast | Files
 
 
 @dataclass(frozen=True)
 class SendingRound:
-    """Round `number` brings what is in `plan` of `policy` to some of `members`."""
+    """Brings `plan` of `policy` to some of `members`."""
 
     number: int
     policy: PublishedPolicy
@@ -36,8 +36,8 @@ class SendingRound:
     copies: DoubleBuffer
 
     async def offer(self, members: list[Member], stale: Callable[[], list[Member]]) -> list[Member]:
-        """Returns the ready ones of `members`. Late members get the next round. `stale`: the members that would take
-        the newest policy now."""
+        """Returns the ready ones of `members`; late ones get the next round. `stale`: who would take the newest
+        policy."""
         for member in members:
             self.members.say(member, member.offer(self.number))
         while True:
@@ -114,7 +114,7 @@ class SendingRound:
         return [member for member in members if not member.gone and isinstance(member.answer, kinds)]
 
     async def loaded(self, received: list[Member]) -> list[Member]:
-        """The members that load `policy` in time, or before a newer policy makes waiting for slow ones needless."""
+        """The members that load in time, or before a newer policy ends the wait."""
         started, slowest_s, num_loaded = self.members.clock.now(), 0.0, 0
         while True:
             now_s = self.members.clock.now() - started
@@ -132,7 +132,7 @@ class SendingRound:
         return [member for member in received if not member.gone and isinstance(member.answer, protocol.Loaded)]
 
     async def broadcast(self, ready: list[Member]) -> str:
-        """Returns why the broadcast broke, if it did. A member that fails or dies ends it at once."""
+        """Returns why the broadcast broke. A failed member ends it at once."""
         sending = self.transport.send(self.policy, self.copies, self.plan.digest)
         sending.add_done_callback(lambda _: self.members.changed.set())
 
@@ -154,15 +154,15 @@ class SendingRound:
             broken = "a server was lost or failed in the broadcast"
             for member in ready:
                 failed = isinstance(member.answer, protocol.Failed) and not self.transport.at_fault
-                member.spoilt = member.spoilt or failed  # the others go on
-            sending.add_done_callback(lambda future: future.exception())  # retrieved, so that asyncio does not log it
+                member.spoilt = member.spoilt or failed
+            sending.add_done_callback(lambda future: future.exception())  # asyncio must not log it
         self.transport.give_up()
         self._say(ready, protocol.Cancel(round=self.number, reason=broken))
         return broken
 
 
 def owners(members: Iterable[Member], ranks: Collection[int]) -> list[Member]:
-    """The members of a group that have some of `ranks`, counted from 1."""
+    """Members with some of `ranks`, counted from 1."""
     found, offset = [], 1
     for member in members:
         if any(offset <= rank < offset + member.workers for rank in ranks):

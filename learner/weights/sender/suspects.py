@@ -1,7 +1,4 @@
-"""Members that were ready for a round and then did not answer: each is left out for a while, longer each time.
-
-The broadcast waits for every member that said Ready, so a silent one costs all others the timeout.
-"""
+"""Leaves out members that were ready and did not answer, longer each time: each costs all others the timeout."""
 
 from collections.abc import Callable
 
@@ -10,7 +7,7 @@ from buffer.wire.quotas import Remembered
 MOST_NAMES = 2**14
 MOST_PAUSE_S = 3600.0
 NEWCOMERS = ""
-"""Servers that have never loaded a version are one suspect: a name costs nothing."""
+"""Servers that never loaded a version are one suspect: names cost nothing."""
 
 
 class Suspects:
@@ -23,7 +20,7 @@ class Suspects:
         self._until: dict[str, float] = {}
 
     def blame(self, name: str, cost_s: float) -> float:
-        """This server spoilt a round that took `cost_s`. Returns for how long it is left out."""
+        """Returns the seconds for which the server is left out."""
         key = self._key(name)
         self._failures[key] = self._failures.get(key, 0) + 1
         pause_s = min(cost_s * 2.0 ** (self._failures[key] - 1), MOST_PAUSE_S)

@@ -1,4 +1,4 @@
-"""Facts of the installed vLLM, read from its source, because importing it takes ten seconds."""
+"""Facts of the installed vLLM, read from its source: importing it takes ten seconds."""
 
 import ast
 import importlib.util
@@ -11,7 +11,6 @@ from rollout.engine.door.leant_on import installed
 
 
 def vllm_fields() -> Iterator[str]:
-    """The fields of AsyncEngineArgs."""
     source = installed()
     found = source.find("vllm.engine.arg_utils.AsyncEngineArgs") if source is not None else None
     if source is not None and found is not None:
@@ -19,14 +18,12 @@ def vllm_fields() -> Iterator[str]:
 
 
 def registered(package: str, table: str) -> Iterator[str]:
-    """The names in a table of parsers, a dict literal."""
     node = definition(f"vllm.{package}.{table}")
     if isinstance(node, ast.Assign | ast.AnnAssign) and isinstance(node.value, ast.Dict):
         yield from (str(key.value) for key in node.value.keys if isinstance(key, ast.Constant))
 
 
 def cpu_head_sizes() -> Iterator[int]:
-    """The sizes of heads of vLLM's attention for CPU."""
     node = definition("vllm.v1.attention.backends.cpu_attn.CPUAttentionBackend.get_supported_head_sizes")
     for line in statements(node) if node is not None else ():
         if isinstance(line, ast.Return) and isinstance(line.value, ast.List):
@@ -34,26 +31,25 @@ def cpu_head_sizes() -> Iterator[int]:
 
 
 def attention_of_cohere() -> ast.AST | None:
-    """The attention of Cohere's models, which makes windows of its own; None without vLLM."""
     return definition("vllm.model_executor.models.commandr.CohereAttention")
 
 
 def definition(path: str) -> ast.AST | None:
-    """A definition in the installed vLLM; None if there is none, or no vLLM."""
+    """Find a definition; None if it or vLLM is missing."""
     source = installed()
     found = source.find(path) if source is not None else None
     return found.node if found is not None else None
 
 
 def variable_readers() -> dict[str, Callable[[], object]]:
-    """Runs vLLM's `envs.py` alone, a tenth of a second."""
+    """Runs only vLLM's `envs.py`, a tenth of a second."""
     source = installed()
     if source is None:
         return {}
     spec = importlib.util.spec_from_file_location("vllm_envs_alone", Path(str(source.root)) / "vllm" / "envs.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # a reader looks its own module up there
+    sys.modules[spec.name] = module  # a reader looks up its own module
     spec.loader.exec_module(module)
     readers: dict[str, Callable[[], object]] = module.environment_variables
     return readers

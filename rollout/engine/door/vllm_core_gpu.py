@@ -1,4 +1,4 @@
-"""What vLLM's engine process needs on a GPU, to be imported before it has work."""
+"""Further imports of vLLM's engine process on a GPU."""
 
 from vllm.compilation.backends import VllmBackend as VllmBackend
 from vllm.v1.attention.backends.flash_attn import FlashAttentionBackend as FlashAttentionBackend

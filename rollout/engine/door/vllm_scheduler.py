@@ -1,4 +1,4 @@
-"""What the scheduler of vLLM's engine process imports of vLLM."""
+"""Imports of the scheduler in vLLM's engine process."""
 
 from vllm.v1.core.sched.async_scheduler import AsyncScheduler as AsyncScheduler
 from vllm.v1.core.sched.interface import PauseState as PauseState

@@ -1,4 +1,4 @@
-"""What Headrace's part of a vLLM worker imports of vLLM."""
+"""Imports of Headrace's part of a vLLM worker."""
 
 from vllm.config.vllm import set_current_vllm_config as set_current_vllm_config
 from vllm.lora.lora_model import LoRAModel as LoRAModel

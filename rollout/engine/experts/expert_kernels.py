@@ -1,6 +1,6 @@
-"""Experts in vLLM's models: which of them may be given a new policy, and what a load must do that vLLM's does not.
+"""Decides which experts in vLLM may get a new policy, and adds what vLLM's loads lack.
 
-vLLM rearranges experts' weights for its kernel, so they go in by its reload, where that was seen to be right.
+vLLM rearranges experts for its kernel: they go in by its reload, where that was seen to be right.
 """
 
 from collections.abc import Iterator
@@ -13,16 +13,15 @@ from configs.expert_models import OTHER_MIXTURE, failing, proven
 from rollout.engine.door.vllm_worker import RoutedExperts
 
 WRITE_THEMSELVES = ("GptOssForCausalLM",)
-"""Classes whose `load_weights` writes into the experts' parameters past the loaders that vLLM's reload wraps: after a
-reload they would have the experts from before. They load in place, where the kernel keeps experts as they are in the
-file."""
+"""Their `load_weights` passes by the loaders that vLLM's reload wraps, so a reload would leave the old experts. They
+load in place if the kernel keeps experts as in the file."""
 METHOD = "UnquantizedFusedMoEMethod"
 BACKENDS = ("CPU", "TRITON")
-"""The kernels compared. Others arrange gate_up in another order."""
+"""Compared kernels; others arrange gate_up in another order."""
 
 
 def refusal(model: torch.nn.Module, vllm_config: Any) -> str:
-    """Why no policy may be loaded into the experts, or "". A mixture that is not refused may need a trial."""
+    """Return why no policy may be loaded into the experts, or ""."""
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
     if vllm_config.lora_config is not None:  # the base is never loaded again
         return triton_on_cpu(layers) if vllm_config.device_config.device_type == "cpu" else ""
@@ -59,8 +58,8 @@ def _kernel_refusal(layers: list[Any]) -> str:
 
 
 def needs_trial(model: torch.nn.Module, vllm_config: Any) -> bool:
-    """Whether nobody has compared how this vLLM loads policies into the experts of `model`: on this device, and with
-    tensor parallelism where each worker loads its part of every expert."""
+    """Whether nobody has compared this vLLM's loads into the experts of `model` on this device, with tensor parallelism
+    if each worker loads its part of every expert."""
     device, parallel = vllm_config.device_config.device_type, vllm_config.parallel_config.tensor_parallel_size
     known = {each.architecture for each in proven(device, parallel)}
     mixed = any(isinstance(layer, RoutedExperts) for layer in model.modules())
@@ -68,14 +67,14 @@ def needs_trial(model: torch.nn.Module, vllm_config: Any) -> bool:
 
 
 def loads_in_place(model: torch.nn.Module, device: torch.device) -> bool:
-    """Whether `load_weights` of a model with experts may write into the parameters that the kernel reads."""
+    """Whether `load_weights` may write into the kernel's parameters."""
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
     kept = device.type == "cuda" and all(is_kept(layer.quant_method) for layer in layers)
     return kept and type(model).__name__ in WRITE_THEMSELVES
 
 
 def is_kept(method: Any) -> bool:
-    """Whether the kernel reads experts as they are in the file."""
+    """Whether the kernel reads experts as in the file."""
     return type(method).__name__ == METHOD and method.unquantized_backend.name == "TRITON"
 
 
@@ -89,7 +88,7 @@ def triton_on_cpu(layers: list[Any]) -> str:
 
 @contextmanager
 def packed_anew(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
-    """From 0.32 on vLLM packs experts for a CPU only when it makes the kernel. A GPU's kernels stay: graphs refer to
+    """Since 0.32 vLLM packs experts for a CPU only when it makes the kernel. A GPU's kernels stay: graphs refer to
     them."""
     methods = [layer.quant_method for layer in model.modules() if isinstance(layer, RoutedExperts)]
     kernels = [(method, method.moe_kernel) for method in methods if device.type == "cpu"]
@@ -104,6 +103,6 @@ def packed_anew(model: torch.nn.Module, device: torch.device) -> Iterator[None]:
 
 
 def parameter_name(name: str) -> str:
-    """Loaders of vLLM 0.26 name experts without their module."""
+    """Complete a name of vLLM 0.26's loaders, which leave out the experts' module."""
     head, between, tail = name.rpartition(".experts.w")
     return f"{head}.experts.routed_experts.w{tail}" if between else name

@@ -1,9 +1,9 @@
-"""Tries, when a server starts, whether its vLLM loads policies into a mixture of experts that nobody has compared.
+"""Tries at the start whether vLLM loads policies into a mixture of experts that nobody has compared.
 
-Random weights A are loaded, as every policy is, then A with one kind of weight changed, for each kind, then weights B,
-then A again. Every change must change log-probabilities, and A must have its bits again. Tokens that were decoded must
-have the log-probabilities that a prompt of them has: decoding may read other copies of weights. What a trial cannot see
-is a place that is wrong in every load; the probe of the first policy compares that with the learner.
+It loads random weights A, A with each kind of weight changed in turn, B, then A again. Each change must change
+log-probabilities, and A must give the same ones again. Decoded tokens must have the log-probabilities that a prompt of
+them has: decoding may read other copies of weights. A place that is wrong in every load stays unseen; the first
+policy's probe compares it with the learner.
 """
 
 import logging
@@ -23,12 +23,12 @@ LENGTHS = (512, 64, 23)
 """Tokens of the texts: enough that each of some hundred experts reads some."""
 DECODED = 16
 STALE = 0.25
-"""Share of the distance from A to B that decoded tokens may be off; rounding takes a tenth of that."""
+"""Share of the distance from A to B that decoded tokens may be off; rounding takes a tenth."""
 LOAD_S = 600.0
 
 
 class TriedEngine(Protocol):
-    """vLLM's engine (`rollout/engine/vllm_engine.py`)."""
+    """vLLM's engine."""
 
     @property
     def vocabulary(self) -> int: ...
@@ -41,7 +41,7 @@ class TriedEngine(Protocol):
 
 
 async def try_reloads(engine: TriedEngine, kinds: Sequence[str]) -> None:
-    """Raise ConfigError, naming the kind of weight, if a load is not right, or vLLM dies of one."""
+    """Raise ConfigError if a load is wrong or kills vLLM."""
     try:
         await _try_all(engine, kinds)
     except (EngineDead, EngineError) as error:
@@ -66,8 +66,7 @@ async def _try_all(engine: TriedEngine, kinds: Sequence[str]) -> None:
 
 
 def drawn_texts(vocabulary: int, longest: int) -> list[list[int]]:
-    """Random texts, for which a sequence of `longest` tokens has room with what is decoded behind the last one, and
-    with one token more, which vLLM samples behind every text that it scores."""
+    """`longest` has room for tokens decoded after the last text, and one that vLLM samples after each scored text."""
     draw, room = random.Random(0), longest - DECODED - 1
     return [[draw.randrange(vocabulary) for _ in range(max(2, min(length, room)))] for length in LENGTHS]
 
@@ -85,7 +84,7 @@ async def _scores(engine: TriedEngine, texts: Sequence[list[int]]) -> list[float
 
 
 async def _decoding_is_off(engine: TriedEngine, prompt: list[int]) -> float:
-    """Mean difference of decoded tokens' log-probabilities from those of the same tokens in a prompt."""
+    """Compare decoded tokens with a prompt of them."""
     answer = await engine.generate(prompt, DECODED, 1.0)
     read = (await engine.probe(prompt + list(answer.tokens)))[len(prompt) - 1 :]
     return _mean(list(answer.logprobs), read)

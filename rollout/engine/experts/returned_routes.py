@@ -1,7 +1,7 @@
-"""The experts that vLLM chose: how they are asked for, kept until a sequence ends, and checked.
+"""The experts that vLLM chose: kept until a sequence ends, and checked.
 
-A row is [layers, k]: the experts that read one token. vLLM returns a row of each token but the last one sampled, of the
-computation that the next token was sampled from. Some kernels report no choice: then rows are silently zeros.
+A row is [layers, k]: the experts that read one token. vLLM returns a row per token but the last sampled one, from the
+computation that sampled the next. Some kernels report no choice: their rows are silently zeros.
 """
 
 from typing import Any
@@ -12,17 +12,16 @@ from configs.model_facts import expert_layers, num_experts
 from rollout.errors import EngineDead
 
 CHECKED_TOKENS = 64
-"""Rows whose ids are compared; all are looked at for zeros."""
+"""Rows whose ids are compared; all are checked for zeros."""
 
 
 class RowsKept:
-    """Copies of rows: the steps' arrays would stay in memory for all of their sequences."""
+    """Copies rows: the steps' arrays would stay in memory for all their sequences."""
 
     def __init__(self) -> None:
         self._data, self._like = bytearray(), np.zeros((0, 0, 0), np.uint8)
 
     def add(self, rows: np.ndarray) -> None:
-        """Rows are [tokens, layers, k]."""
         self._data += rows.tobytes()
         self._like = rows[:0]
 
@@ -31,14 +30,14 @@ class RowsKept:
 
 
 class ReturnedRoutes:
-    """What rows of this model are, `config` being its text config as transformers writes it."""
+    """Checks a model's rows. `config`: the text config of transformers."""
 
     def __init__(self, config: dict[str, Any]) -> None:
         self._layers, self._all_layers = expert_layers(config), int(config["num_hidden_layers"])
         self._experts, self._k = num_experts(config), int(config["num_experts_per_tok"])
 
     def checked(self, rows: np.ndarray | None, tokens: int) -> np.ndarray:
-        """Rows [tokens, layers, k] of layers with experts. Raises EngineDead for rows that cannot be right."""
+        """Return rows [tokens, layers, k] of layers with experts. Raises EngineDead for impossible rows."""
         if rows is None:
             raise EngineDead(f"{SILENT} no routes with {tokens} tokens{REMEDY}")
         shape, dtype = (tokens, self._all_layers, self._k), "uint8" if self._experts <= 256 else "uint16"

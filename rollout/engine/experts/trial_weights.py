@@ -1,4 +1,4 @@
-"""Random weights under the names of a model's files, with which a server tries its vLLM's loads (`reload_trial.py`)."""
+"""Random weights under the names of a model's files, to try vLLM's loads."""
 
 import re
 import zlib
@@ -12,7 +12,7 @@ from configs.model_facts import TEXT_PARTS, UNREAD
 from configs.model_folder import FolderError, header_of, weight_files
 
 GAIN, MOVED = 1.5, 0.2
-"""The scale of matrices, and that of the noise that is added to vectors of ones."""
+"""Scales of matrices, and of noise on vectors of ones."""
 NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
 LAYER = re.compile(r"\.layers\.(\d+)\.")
 EVERY_KIND = "*"
@@ -24,7 +24,7 @@ def kind_of(name: str) -> str:
 
 
 class TrialWeights:
-    """Weights for a worker on `device`. Raises FolderError for a model without files of weights."""
+    """Weights for a worker. Raises FolderError without weight files."""
 
     def __init__(self, model_config: Any, device: torch.device) -> None:
         text = model_config.hf_text_config
@@ -39,19 +39,19 @@ class TrialWeights:
         self._shapes = {name: shape for name, shape in every if self._is_read(name)}
 
     def _is_read(self, name: str) -> bool:
-        """vLLM reads no head that is tied, no rotary frequencies, and no layers that predict further tokens."""
+        """vLLM reads no tied head, rotary frequencies or layers that predict further tokens."""
         layer = LAYER.search(f".{name}")
         if name.startswith(UNREAD) or name.endswith(".inv_freq") or (layer and int(layer[1]) >= self._layers):
             return False
         return not (self._tied and name.endswith("lm_head.weight"))
 
     def kinds(self) -> list[str]:
-        """Kinds of weights that text passes."""
+        """Return kinds of weights that text passes."""
         names = (name for name in self._shapes if not self._text_alone or TEXT_PARTS.search(name))
         return sorted({kind_of(name) for name in names})
 
     def tensors(self, changed: str) -> Iterator[tuple[str, torch.Tensor]]:
-        """The weights; those of the kind `changed`, or of every kind, are others."""
+        """Yield the weights, with other values for the kind `changed` or every kind."""
         source = torch.Generator(self._device)
         for name, shape in self._shapes.items():
             source.manual_seed(2 * zlib.crc32(name.encode()) + (changed in (EVERY_KIND, kind_of(name))))
@@ -61,7 +61,7 @@ class TrialWeights:
 
 
 def cannot_be_tried(model_config: Any) -> str:
-    """Why there are no names of weights to try loads with, or ""."""
+    """Return why loads cannot be tried, or ""."""
     try:
         TrialWeights(model_config, torch.device("meta"))
     except FolderError as error:

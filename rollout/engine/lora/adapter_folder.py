@@ -1,4 +1,4 @@
-"""An adapter's folder in PEFT's format: what it adapts, and whether it can be served on a base."""
+"""An adapter's folder in PEFT's format: what it adapts, and whether a base can serve it."""
 
 import json
 import logging
@@ -27,14 +27,13 @@ SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MANIFEST = "manifest.json"
 PREFIX = "base_model.model."
 STILL_S = 30.0
-"""Seconds between lines of the log while a model is read."""
 UNSERVED = ("use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication")
-"""Settings of PEFT that change what an adapter computes."""
+"""PEFT's settings that change what an adapter computes."""
 
 
 @dataclass(frozen=True)
 class AdapterFolder:
-    """Settings and layers of an adapter; no tensor is read."""
+    """Settings and layers of an adapter, without its tensors."""
 
     folder: Path
     rank: int
@@ -45,7 +44,7 @@ class AdapterFolder:
 
     @classmethod
     def read(cls, folder: Path) -> "AdapterFolder":
-        """Raises ValueError if vLLM cannot serve the adapter."""
+        """Raises ValueError if vLLM cannot serve it."""
         settings = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
         unserved = [key for key in UNSERVED if settings.get(key)]
         only = {"peft_type": "LORA", "bias": "none"}
@@ -72,8 +71,8 @@ class AdapterFolder:
         return cls(folder, rank, scale, settings.get("base_model_name_or_path") or "", layers)
 
     def problem(self, path: str) -> str:
-        """Why the model at `path` is not this adapter's base, by name, digest or shapes, or "". Raises ValueError if it
-        cannot be read."""
+        """Return why the model at `path` is not the base, by name, digest or shapes, or "". Raises ValueError if it is
+        unreadable."""
         if self.base and not same_model(self.base, path):
             if not (known := base_digest(self.folder.parent)):
                 return f"an adapter of {self.base}"
@@ -88,7 +87,6 @@ class AdapterFolder:
 
 
 def shapes_in(file: Path) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Name and shape of each tensor in a safetensors file."""
     with safe_open(file, "pt") as tensors:
         for name in tensors.keys():  # noqa: SIM118 - not a dict
             yield name, tuple(tensors.get_slice(name).get_shape())
@@ -100,32 +98,31 @@ def without_part(name: str) -> str:
 
 
 def is_adapter(folder: Path) -> bool:
-    """Whether `folder` holds an adapter instead of a model."""
     return (folder / SETTINGS).is_file()
 
 
 def same_model(one: str, other: str) -> bool:
-    """Whether paths or hub names may mean the same model, by the last parts where one leads nowhere here."""
+    """Compare real paths, or only last parts if one is not here."""
     if Path(one).is_dir() and Path(other).is_dir():
         return Path(one).resolve() == Path(other).resolve()
     return Path(one).name == Path(other).name
 
 
 def base_digest(checkpoint: Path) -> str:
-    """What the learner says in a checkpoint of the weights beneath its adapter; empty where it has not."""
+    """Return the learner's digest of the base, or ""."""
     manifest = checkpoint / MANIFEST
     found = json.loads(manifest.read_text(encoding="utf-8")).get("adapter") if manifest.is_file() else None
     return str(found["base"]) if isinstance(found, dict) and "base" in found else ""
 
 
 def digest_like(checkpoint: Path, path: str) -> str:
-    """Computed by a process of the learner, which reads all of the model. Raises ValueError."""
+    """Have a learner's process compute the digest of the whole model. Raises ValueError."""
     log.warning("reading all of %s: the adapter in %s is of a base of another name", path, checkpoint)
     return last_word(command("learner", "digest", str(checkpoint), path))
 
 
 def last_word(command: Sequence[str], every_s: float = STILL_S) -> str:
-    """The last word that `command` writes. Raises ValueError if it fails."""
+    """Return the last word that `command` writes. Raises ValueError if it fails."""
     began = time.monotonic()
     with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True) as process:
         try:
@@ -148,8 +145,8 @@ def last_word(command: Sequence[str], every_s: float = STILL_S) -> str:
 
 
 def evaluated_as(config: Config, models: Sequence[Path]) -> Config:
-    """`config` with the `model.lora` that `models` need. Raises ConfigError if an adapter has another base, or other
-    whole weights stand beside adapters; ValueError as `problem`."""
+    """Add the `model.lora` that `models` need. Raises ConfigError for an adapter of another base, or other whole
+    weights beside adapters; ValueError as `problem`."""
     path, lora, problems = config.model.path, None, []
     adapters = [AdapterFolder.read(model) for model in models if is_adapter(model)]
     for adapter in adapters:

@@ -1,6 +1,6 @@
-"""How an adapter gets into vLLM, whose base model comes from `model.path`: into the one slot of its LoRA layers.
+"""Loads an adapter into the one slot of vLLM's LoRA layers; the base comes from `model.path`.
 
-`stream` runs in the staging's thread while the engine is paused, all else between two engine steps. A slot keeps its
+`stream` runs in the staging's thread while the engine is paused, all else between two steps. A slot keeps its
 addresses, so CUDA graphs stay valid. Tensors come with `lora_B` multiplied by alpha / rank.
 """
 
@@ -31,11 +31,10 @@ class AdapterLoad:
         self._slot.register()
 
     def regions(self, specs: Sequence[Spec], frozen: Collection[str]) -> Regions:
-        """Adapters are staged whole."""
         return Regions(problem="an adapter is loaded from whole tensors")
 
     def load_staged(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Raises ValueError where vLLM's model has other layers."""
+        """Raises ValueError if vLLM has other layers."""
         self._copies.load(weights)
 
     def forget_staged(self) -> None:
@@ -45,7 +44,7 @@ class AdapterLoad:
         self._slot.load_weights((name, tensor.clone()) for name, tensor in weights)
 
     def load_folder(self, folder: Path) -> None:
-        """Load an adapter, or none if this is the base. Raises ValueError."""
+        """Load an adapter, or none for the base. Raises ValueError."""
         self._copies.forget()  # repeated copies would leave what a higher rank wrote
         if is_adapter(folder):
             scale = AdapterFolder.read(folder).scale
@@ -78,15 +77,15 @@ class AdapterSlot:
                 yield from ((f"{name}{kind}.{index}", buffer) for index, buffer in enumerate(buffers))
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Raises ValueError if a layer of `model.lora.targets` is missing."""
+        """Raises ValueError if a target layer is missing."""
         self.place(weights, whole=True)
 
     def place(self, weights: Iterator[tuple[str, torch.Tensor]], whole: bool = False) -> None:
-        """Zero the slot and copy this worker's share into it. Raises ValueError where vLLM's model lacks a layer, or
-        `whole` and the adapter lacks a target."""
+        """Zero the slot, then copy this worker's share. Raises ValueError if vLLM lacks a layer, or, with `whole`, the
+        adapter a target."""
         tensors, lora_config = dict(weights), self._manager.lora_config
         rank = max(tensor.shape[0] for name, tensor in tensors.items() if name.endswith(LORA_A))
-        # with an alpha of the rank vLLM does not multiply the staging copy in place
+        # if alpha is the rank, vLLM does not multiply the staging copy in place
         settings = PEFTHelper.from_dict({"r": rank, "lora_alpha": rank, "target_modules": []})
         settings.validate_legal(lora_config)
         adapter = LoRAModel.from_lora_tensors(
@@ -114,7 +113,7 @@ class AdapterSlot:
         mapper = getattr(self._inner.model, "hf_to_vllm_mapper", None)
         if mapper is None:
             return None
-        # vLLM 0.26 has another name for it
+        # vLLM 0.26 names it otherwise
         return mapper.get_rename_mapper() if hasattr(mapper, "get_rename_mapper") else mapper.get_unstacked_mapper()
 
     def _check(self, adapter: LoRAModel, whole: bool) -> None:

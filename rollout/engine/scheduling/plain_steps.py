@@ -1,8 +1,8 @@
-"""Steps in which sequences decode a token each, without most of vLLM's Python for them. Runs in vLLM's engine process.
+"""Steps in which sequences decode a token each, without most of vLLM's Python. Runs in vLLM's engine process.
 
-vLLM's scheduler goes through all sequences twice in each step: with 512 that takes most of a step's time, and the GPU
-waits. A sequence is left as vLLM would leave it, so any step may be of either kind. Holds for a model whose layers all
-attend to the whole sequence, without speculative tokens, pipeline parallelism, KV transfers and returned routes.
+vLLM's scheduler goes through all sequences twice per step: 512 take most of a step's time, and the GPU waits. Sequences
+are left as vLLM would leave them, so any step may be of either kind. Holds for models whose layers all attend to the
+whole sequence, without speculative tokens, pipeline parallelism, KV transfers and returned routes.
 """
 
 from operator import attrgetter
@@ -22,15 +22,15 @@ ABSENT = (
     *("connector", "ec_connector", "aux_output_connector", "perf_metrics", "num_spec_tokens", "use_pp"),
     *("defer_block_free", "need_mamba_block_aligned_split", "needs_kv_cache_zeroing", "enable_return_routed_experts"),
 )
-"""Attributes that forbid plain steps. Routes are the last one up to vLLM 0.30, `aux_output_connector` since."""
+"""The last means routes up to vLLM 0.30, `aux_output_connector` since."""
 RUNNING = RequestStatus.RUNNING
 (STALE,) = {"num_stale_output_tokens", "async_tokens_to_discard"} & {*Request.__init__.__code__.co_names}
-"""Tokens launched before a request was preempted."""
+"""Tokens launched before a preemption."""
 stale = attrgetter(STALE)
 
 
 class PlainSteps(Scheduler):
-    """`rl_block`: tokens of a KV block, 0 where vLLM's own ways are taken."""
+    """`rl_block`: tokens of a KV block; 0 forbids plain steps."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -67,7 +67,7 @@ class PlainSteps(Scheduler):
         return (chosen, fresh) if chosen and len(fresh) <= free else None
 
     def rl_decode(self) -> Any:
-        """A step in which all decode; None where vLLM has anything to decide."""
+        """Make a step in which all decode; None if vLLM has to decide anything."""
         if (decoding := self._rl_decoding()) is None:
             return None
         (chosen, fresh), step = decoding, self._rl_empty_step()
@@ -104,11 +104,10 @@ class PlainSteps(Scheduler):
             self.running, (self.max_num_running_reqs, self.max_num_active_reqs) = running, limits
 
     def _rl_ahead(self) -> int:
-        """Tokens that a sequence counts before they are sampled."""
         return int(isinstance(self, AsyncScheduler))
 
     def rl_take(self, step: Any, output: Any, logprobs: list[float], version: int) -> dict[str, int]:
-        """Take the tokens that end nothing; returns the tokens of the other requests."""
+        """Take tokens that end nothing; return token counts of other requests."""
         sampled, rows, records, block = output.sampled_token_ids, output.req_id_to_index, self.rl_records, self.rl_block
         manager, ahead, rest = self.kv_cache_manager, self._rl_ahead(), {}
         for name, number in step.num_scheduled_tokens.items():
@@ -136,7 +135,7 @@ class PlainSteps(Scheduler):
 
 
 def touch_blocks_at_their_ends(cache: Any, block_size: int) -> None:
-    """Have vLLM look for a block only where a token begins one, and share only full ones.
+    """Look for blocks only where a token begins one, and share only full ones.
 
     vLLM does both for every token, a quarter of its scheduler's time.
     """

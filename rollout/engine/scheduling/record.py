@@ -1,4 +1,4 @@
-"""What was sampled for a sequence of vLLM, until it ends."""
+"""What was sampled for a sequence, until it ends."""
 
 from array import array
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ SAME = ("client_index", "arrival_time", "mm_features", "lora_request", "cache_sa
 
 @dataclass(eq=False, slots=True)
 class Record:
-    """What was sampled for one request: [tokens] float32 and [tokens] int32, and its routes."""
+    """Samples of one request: [tokens] float32 and int32, and routes."""
 
     request: Request
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
@@ -22,7 +22,7 @@ class Record:
     rows: RowsKept = field(default_factory=RowsKept)
     stops: frozenset[int] = frozenset()
     most: int = 0
-    """Sampled tokens at which it ends in any case; 0: it is always vLLM's."""
+    """It ends at so many tokens in any case; 0: it is always vLLM's."""
 
     @classmethod
     def of(cls, request: Request, max_model_len: int) -> "Record":
@@ -33,7 +33,7 @@ class Record:
         return cls(request, stops=stops, most=most)
 
     def finish(self, output: EngineCoreOutput) -> None:
-        """Make the last output carry the whole sequence, in vLLM's field for KV transfers."""
+        """Put the whole sequence into the last output, by vLLM's field for KV transfers."""
         output.new_token_ids = list(self.request.output_token_ids)
         if len(output.new_token_ids) != len(self.logprobs):
             counts = f"{len(output.new_token_ids)} tokens and {len(self.logprobs)} log-probabilities"
@@ -43,7 +43,7 @@ class Record:
 
 
 def alike(first: Request) -> list[Request]:
-    """A new request, and those that it names. The prompt is hashed once, because this is done between two steps."""
+    """Expand a request to all that it names. The prompt is hashed once, because this happens between steps."""
     given, made = first.sampling_params, [first]
     for name in ((given and given.extra_args) or {}).get(OTHERS, ()):
         same = {key: getattr(first, key) for key in SAME}
@@ -53,6 +53,5 @@ def alike(first: Request) -> list[Request]:
 
 
 def unpack(output: EngineCoreOutput) -> "tuple[array[float], array[int]]":
-    """Log-probabilities and versions of a sequence."""
     arrays: Any = output.kv_transfer_params
     return array("f", arrays["logprobs"]), array("i", arrays["versions"])

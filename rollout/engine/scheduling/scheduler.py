@@ -1,7 +1,7 @@
-"""vLLM's scheduler, which keeps what was sampled until a sequence ends. Runs in vLLM's engine process.
+"""vLLM's scheduler, which keeps samples until a sequence ends. Runs in vLLM's engine process.
 
-The front process gets one output per sequence, not one per token: the tokens, the log-probability of each and the
-version that sampled it. A report every 0.2 s counts unfinished sequences.
+The front process gets one output per sequence: tokens, their log-probabilities and versions. A report every 0.2 s
+counts unfinished sequences.
 """
 
 import time
@@ -23,8 +23,7 @@ from rollout.engine.scheduling.record import Record, alike
 
 REPORT_S = 0.2
 END_WAITS = 0.01
-"""Finished sequences are held for at most 1 % of their lifetime, so that several share one message, which wakes the
-front process."""
+"""Share of their lifetime that finished sequences may wait to share a message, which wakes the front process."""
 
 
 class KeepingScheduler(PlainSteps):
@@ -38,7 +37,7 @@ class KeepingScheduler(PlainSteps):
         self.rl_ends, self.rl_ends_due, self.rl_updated_at = list[EngineCoreOutput](), inf, 0.0
 
     def add_request(self, request: Any) -> None:
-        for image in request.mm_features or ():  # each message brings its own copy: one of each is kept
+        for image in request.mm_features or ():  # each message brings its own copy; one is kept
             image.data = self.rl_images.setdefault(image.identifier, image.data)
         for each in alike(request):
             super().add_request(each)
@@ -50,14 +49,14 @@ class KeepingScheduler(PlainSteps):
         return super().schedule(throttle_prefills) if step is None else step
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
-        """Called for requests that end before their last token; None: all of them."""
+        """Requests end before their last token; None: all."""
         finished = super().finish_requests(request_ids, finished_status)
         for request in finished:
             self.rl_records.pop(request.request_id, None)
         return finished
 
     def update_from_output(self, scheduler_output: Any, model_runner_output: Any) -> dict[int, EngineCoreOutputs]:
-        """vLLM takes up the tokens, without their log-probabilities; what it accepted is kept."""
+        """vLLM gets the tokens without log-probabilities; what it accepts is kept."""
         logprobs, model_runner_output.logprobs = model_runner_output.logprobs, None
         step, before = scheduler_output, self.rl_tokens
         if self.rl_block and logprobs is not None and not logprobs.cu_num_generated_tokens:
@@ -105,7 +104,7 @@ class KeepingScheduler(PlainSteps):
             if output.finish_reason is not None:
                 del records[name]
                 record.finish(output)
-                now = time.time()  # as vLLM's `arrival_time`
+                now = time.time()  # the clock of vLLM's `arrival_time`
                 self.rl_ends.append(output)
                 self.rl_ends_due = min(self.rl_ends_due, now + END_WAITS * (now - record.request.arrival_time))
         self.rl_tokens += kept
@@ -114,7 +113,7 @@ class KeepingScheduler(PlainSteps):
         return bool(self.rl_ends) or super().has_finished_requests()
 
     def make_stats(self, *args: Any, **kwargs: Any) -> None:
-        """Does nothing: vLLM would send its own statistics at every step."""
+        """Does nothing: vLLM would send its statistics at every step."""
 
     def _rl_report(self, sampled: bool) -> SchedulerStats | None:
         now, (running, waiting) = time.monotonic(), self.get_request_counts()
@@ -133,12 +132,12 @@ class KeepingScheduler(PlainSteps):
             num_running_reqs=running,
             num_waiting_reqs=waiting,
             kv_cache_usage=self.kv_cache_manager.usage,
-            kv_connector_stats=counts,  # the one field that is free in form
+            kv_connector_stats=counts,  # the one field of free form
         )
 
 
 class KeepingAsyncScheduler(KeepingScheduler, AsyncScheduler):
-    """The same where vLLM schedules a step before it has the tokens of the one before."""
+    """For steps that are scheduled before the last one's tokens are there."""
 
 
 def scheduler(*, vllm_config: Any, **rest: Any) -> KeepingScheduler:
@@ -148,7 +147,7 @@ def scheduler(*, vllm_config: Any, **rest: Any) -> KeepingScheduler:
 
 
 class Reports(StatLoggerBase):
-    """The newest report, in the front process. `stall_s` is the longest until it is set to 0."""
+    """The newest report, in the front process. `stall_s`: the longest since it was set to 0."""
 
     def __init__(self) -> None:
         self.running = self.waiting = self.tokens = self.preempted = 0

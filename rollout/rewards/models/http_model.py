@@ -1,7 +1,7 @@
 """Calls of a model server over HTTP, for rewards and teachers.
 
-Temporary failures (no connection, timeout, status 429 or 5xx) are tried again with growing waits; any other one, and
-the last, is a RewardError.
+Temporary failures (no connection, timeout, status 429 or 5xx) are tried again with growing waits; others are
+RewardErrors.
 """
 
 import asyncio
@@ -32,7 +32,7 @@ PASSING = {408, 409, 425, 429}
 
 
 class ServersAway(RewardError):
-    """No server takes a connection, or a call's connection was lost."""
+    """No server takes a connection, or a connection was lost."""
 
 
 class HttpModel(Section):
@@ -88,7 +88,7 @@ class HttpModel(Section):
             await self._session.close()
 
     async def post(self, path: str, body: dict[str, Any]) -> Any:
-        """The JSON that a server answers. Raises RewardError, ServersAway."""
+        """Raises RewardError, ServersAway."""
         if self._session is None:
             self._session = self._open()
         body = {"model": self.model, **body} if self.model else body
@@ -144,7 +144,7 @@ class HttpModel(Section):
 
 
 class AnswerTemplate:
-    """A Jinja template of a text about an answer, or a `.jinja` file. Raises ValueError."""
+    """A Jinja template about an answer, or a `.jinja` file. Raises ValueError."""
 
     def __init__(self, source: str) -> None:
         is_file = source.endswith(".jinja")
@@ -164,7 +164,7 @@ class AnswerTemplate:
             raise ValueError(f"template{file}: {lacks}")
 
     def render(self, answer: str, truth: Any, row: dict[str, Any]) -> str:
-        """Fill the template. Raises RewardError."""
+        """Raises RewardError."""
         names = row | {"answer": answer, "ground_truth": truth}
         try:
             return self._renderer.render(self._kind, self._text, names)
@@ -176,14 +176,13 @@ class AnswerTemplate:
 
 
 def names_answer(template: str) -> bool:
-    """Whether a sound template uses the answer."""
     from jinja2 import Environment, nodes
 
     return any(name.name == "answer" for name in Environment().parse(template).find_all(nodes.Name))
 
 
 class TryAgain(Exception):
-    """The request may succeed later; else `failure` is raised."""
+    """The request may succeed later; else raise `failure`."""
 
     def __init__(self, failure: RewardError, wait_s: float = 0.0) -> None:
         super().__init__(str(failure))

@@ -1,4 +1,4 @@
-"""The reward `judge`: a language model reads an answer and says how good it is, over OpenAI's chat completions."""
+"""The reward `judge`: a language model scores an answer, over OpenAI's chat completions."""
 
 import re
 from typing import Any
@@ -42,7 +42,7 @@ class Judge(HttpModel):
         return self
 
     async def __call__(self, solution_str: str, ground_truth: Any, row: dict[str, Any]) -> float:
-        """The reward of the verdict. Raises RewardError."""
+        """Raises RewardError."""
         said = await self._ask(self.question(solution_str, ground_truth, row))
         verdict = last_match(self.pattern, said)
         if verdict is None:

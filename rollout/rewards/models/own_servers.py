@@ -1,4 +1,4 @@
-"""Whether the run's own reward or teacher servers answer. They are asked every second while somebody waits."""
+"""Waits for the run's own reward or teacher servers."""
 
 import asyncio
 import logging
@@ -11,20 +11,19 @@ ASK_EVERY_S, ANSWER_S = 1.0, 2.0
 
 
 class OwnServers:
-    """`kind` is `reward` or `teacher`."""
+    """The run's servers of a `kind`: `reward` or `teacher`."""
 
     def __init__(self, urls: Sequence[str], kind: str = "reward") -> None:
         self.urls, self.kind = urls, kind
         self._asking: asyncio.Task[None] | None = None
 
     async def ready(self) -> None:
-        """Wait until a server answers; at once if one did and none was lost since."""
+        """Wait until a server answers; return at once if one did and none was lost since."""
         if self._asking is None:
             self._asking = asyncio.create_task(self._ask())
         await asyncio.shield(self._asking)
 
     def lost(self) -> None:
-        """Ask the servers again."""
         if self._asking is not None and self._asking.done():
             self._asking = None
 
@@ -46,7 +45,6 @@ class OwnServers:
 
 
 async def answers(url: str) -> bool:
-    """Whether the server is well."""
     place = urlsplit(url)
     with suppress(OSError, TimeoutError, asyncio.IncompleteReadError):
         async with asyncio.timeout(ANSWER_S):

@@ -1,5 +1,4 @@
-"""The reward `reward_model`: the raw logit of a sequence classification model, from `vllm serve` in its pooling
-mode."""
+"""The reward `reward_model`: the raw logit of a sequence classifier under `vllm serve`."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -49,7 +48,7 @@ class RewardModel(HttpModel):
     async def __call__(
         self, solution_strs: list[str], ground_truths: list[Any], rows: list[dict[str, Any]]
     ) -> list[float]:
-        """A logit for each answer. Raises RewardError."""
+        """Raises RewardError."""
         body = {"input": self.question(solution_strs, ground_truths, rows), "use_activation": False}
         reply = await self.post("/classify", body)
         try:
@@ -87,5 +86,5 @@ class RewardModel(HttpModel):
 
 
 def text_of(content: str | list[dict[str, Any]] | None) -> str:
-    """The text without images and tool calls."""
+    """Return the text without images and tool calls."""
     return content if isinstance(content, str) else "".join(part.get("text") or "" for part in content or ())
