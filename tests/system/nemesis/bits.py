@@ -2,6 +2,7 @@
 
 import os
 import random
+import sqlite3
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -51,6 +52,12 @@ class Flip:
 
 def ledger(run: NemesisRun) -> Span:
     return whole(run.ledger)
+
+
+def copy_log(run: NemesisRun) -> None:
+    """Have SQLite copy its log into the ledger's file, beside the live buffer: a young file has one page."""
+    with closing(sqlite3.connect(run.ledger)) as db:
+        db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
 
 
 def log_of_ledger(run: NemesisRun) -> Span:

@@ -177,6 +177,8 @@ def flip_stopped(file: str, session: Session, draw: random.Random) -> str:
 def flip_running(file: str, session: Session, draw: random.Random) -> str:
     """While it runs; then the processes that read the file are killed."""
     until_there_is(session, file)
+    if file == "ledger":
+        bits.copy_log(session.run)
     flip = bits.Flip.of(bits.FILES[file](session.run), draw)
     time.sleep(1.0)
     for name in READERS[file]:
