@@ -24,7 +24,7 @@ from buffer.ledger.types import LedgerError
 from buffer.problems import Problems, check_images, load_problems
 from buffer.resources import collect_rarely, keep_memory, raise_open_files
 from buffer.store.failures import remedy
-from buffer.store.faults import StoreGone
+from buffer.store.faults import DamagedPage, StoreGone
 from buffer.store.opening import is_damage
 from buffer.store.past import accept_loss, losses, past, store_path
 from buffer.store.sqlite import Store
@@ -134,7 +134,7 @@ async def run(config: Config, loss_accepted: bool = False) -> None:
 
 
 def advice_for(error: sqlite3.Error | OSError) -> str:
-    if isinstance(error, StoreGone):
+    if isinstance(error, StoreGone | DamagedPage):
         return ""
     if is_damage(error):
         damage = "The file is damaged: `python -m buffer scrub RUN` names what is"

@@ -9,6 +9,7 @@ from pathlib import Path
 from google_crc32c import value as crc32c
 
 from buffer.inspect import found
+from buffer.keys import KeysError, require_keys
 from buffer.ledger.types import LedgerError
 from buffer.store import segments, witness
 from buffer.store.faults import StoreError
@@ -40,6 +41,8 @@ class Scrub:
                 yield self.checkpoint(path)
             elif path.suffix == DAMAGED:
                 yield f"{path}: set aside as damaged; the learner does not restore it"
+        if (keys := run / "keys").is_dir():
+            yield self.keys(keys)
 
     def ledger(self, file: Path) -> Iterator[str]:
         known = None
@@ -83,6 +86,13 @@ class Scrub:
         files = listed(folder)
         without = "" if files.sums else ", without checksums"
         return f"{folder}: {len(files.sizes)} files read{without}"
+
+    def keys(self, folder: Path) -> str:
+        try:
+            require_keys(folder)
+        except KeysError as error:
+            return self._damage(str(error))
+        return f"{folder}: all keys are sound"
 
     def _damage(self, line: str) -> str:
         self.damaged += 1

@@ -3,9 +3,10 @@
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import aclosing, suppress
+from contextlib import aclosing
 from typing import TYPE_CHECKING
 
+from buffer.wire.awake import wait_awake
 from buffer.wire.client import RolloutClient
 from buffer.wire.protocol import WorkItem
 from rollout.concurrency import GroupPlaces, Places
@@ -56,12 +57,17 @@ async def follow(weights: "PolicyUpdates", engine: "Engine", evaluator: "Evaluat
 
 
 async def until_last(weights: "PolicyUpdates", evaluator: "Evaluator", timeout_s: float) -> None:
-    """Wait until the last policy is in use and evaluated, or for `timeout_s` without progress."""
+    """Wait until the last policy is in use and evaluated, or for `timeout_s` without progress.
+
+    Time in which this process is stopped does not count.
+    """
     waits = True
     while waits and not weights.last.is_set():
-        with suppress(TimeoutError):
-            async with asyncio.timeout(timeout_s):
-                await weights.last.wait()
+        last = asyncio.ensure_future(weights.last.wait())
+        try:
+            await wait_awake([last], timeout_s)
+        finally:
+            last.cancel()
         waits = evaluator.steady.locked()
         waits = await evaluator.idle() or waits
     await evaluator.idle()

@@ -2,14 +2,18 @@
 
 import ast
 import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
+from pydantic import BaseModel
 
+from actors.live import serve
 from actors.supervise.launch import processes
 from buffer.curve import is_loopback
 from configs.load import load
-from configs.schema import BufferConfig, ChatConfig, RewardConfig, WeightsConfig
+from configs.schema import BufferConfig, Config
 
 ROOT = Path(__file__).parents[1]
 PAGE = (ROOT / "docs" / "security.md").read_text(encoding="utf-8")
@@ -37,9 +41,18 @@ def test_the_tests_of_a_statement_are_there(number: str) -> None:
 
 
 def test_a_run_listens_on_loopback_by_default() -> None:
-    assert is_loopback(BufferConfig().address)
-    for section in (WeightsConfig, RewardConfig, ChatConfig):
-        assert section.model_fields["host"].default == "127.0.0.1"
+    assert is_loopback(BufferConfig().address) and serve.HOST == "127.0.0.1"
+    hosts = [each.model_fields["host"].default for each in sections(Config) if "host" in each.model_fields]
+    assert len(hosts) >= 4 and {*hosts} == {"127.0.0.1"}, "weights, rewards, teachers, chat"
+
+
+def sections(kind: Any) -> Iterator[type[BaseModel]]:
+    """All models within the annotation `kind`."""
+    if isinstance(kind, type) and issubclass(kind, BaseModel):
+        yield kind
+    inner = [field.annotation for field in kind.model_fields.values()] if hasattr(kind, "model_fields") else []
+    for each in (*inner, *get_args(kind)):
+        yield from sections(each)
 
 
 def test_a_process_on_a_cluster_gets_the_variables_of_the_run_file(monkeypatch: pytest.MonkeyPatch) -> None:

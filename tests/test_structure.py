@@ -87,6 +87,9 @@ ONLY: dict[str, Callable[[str], bool]] = {
     "vllm": lambda file: file.startswith("rollout/engine/door/vllm_"),
     "ray": lambda file: file.startswith(("actors/supervise/ray_cluster.py", "actors/supervise/cluster/")),
     "pickle": lambda file: file == "learner/saved/shards.py",  # which refuses what could run a program
+    **dict.fromkeys(("cloudpickle", "dill", "marshal", "shelve"), lambda file: False),
+    # its connections and queues unpickle what they receive
+    "multiprocessing": lambda file: file.startswith(("learner/certify/", "configs/entrypoint", "rollout/engine/early")),
 }
 """Files that may import a library."""
 
@@ -287,6 +290,7 @@ def test_the_package_of_the_learner_is_light() -> None:
         ("learner/weights/sender/publish.py", "from ... import policy"),
         ("actors/watch/status.py", "import vllm"),
         ("buffer/store/sqlite.py", "import pickle"),
+        ("rollout/cage/warden.py", "from multiprocessing.connection import Client"),
         ("buffer/ledger/rules.py", "from buffer.store.sqlite import Store"),
         ("buffer/ledger/rules.py", "import configs.schema"),
         ("buffer/store/sqlite.py", "from buffer.wire import protocol"),

@@ -33,7 +33,7 @@ from configs.plain_text import all_visible, print_visible, visible
 REPLACED = b"event: replaced\ndata: {}\n\n"
 """The page asks for all its data again."""
 PROG = "python -m actors watch"
-PORT = 5680
+HOST, PORT = "127.0.0.1", 5680
 MOST_CONNECTIONS, MOST_BODY = 256, 1024
 CLOSE_S = 1.0
 WRITE_S = 60.0
@@ -47,10 +47,10 @@ def main(argv: Sequence[str]) -> int:
         argv,
         PROG,
         port={"type": int, "default": PORT},
-        host={"default": "127.0.0.1"},
+        host={"default": HOST},
         terminal={"action": "store_true"},
     )
-    config, run = find_run(rest, f"{PROG} [--port {PORT}] [--host 127.0.0.1] [--terminal]")
+    config, run = find_run(rest, f"{PROG} [--port {PORT}] [--host {HOST}] [--terminal]")
     logging.getLogger("buffer").setLevel(logging.ERROR)  # the page says when the buffer does not answer
     watcher = Watcher(config, run, [*dropwhile(lambda word: not word.startswith("--"), rest)])
     try:

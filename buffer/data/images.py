@@ -226,7 +226,7 @@ class Picture:
         levels = self.format.levels() if levels is None else levels
         return np.stack([levels[:, colour][self.pixels[:, :, colour]] for colour in range(3)])
 
-        """[patches, 3 * temporal * patch²]: transformers' `pixel_values`. `levels`: [256, 3], what a byte becomes."""
+    def patches(self, levels: np.ndarray | None = None) -> np.ndarray:
         """[patches, 3 * temporal * patch²]: transformers' `pixel_values`. `levels`: [256, 3], what a byte becomes."""
         cells, form = self.cells(), self.format
         levels = form.levels() if levels is None else levels

@@ -28,6 +28,18 @@ class StoreGone(OSError):
         return str(self.strerror)
 
 
+class DamagedPage(OSError):
+    """A page of the ledger was damaged while the buffer ran."""
+
+    def __init__(self, page: int, path: Path) -> None:
+        problem = f"page {page} was damaged, or changed by another program, before the last commit changed it"
+        remedy = f"bring back a copy of {path.name}, its -wal and its -sums, or go on with it as it is with {ACCEPT}"
+        super().__init__(errno.EIO, f"{problem}; {remedy}")
+
+    def __str__(self) -> str:
+        return str(self.strerror)
+
+
 class DamagedSample(Exception):
     def __init__(self, item: int, index: int, path: Path, problem: str) -> None:
         super().__init__(f"sample {index} of item {item} in {path}: {problem}")

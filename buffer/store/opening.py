@@ -88,7 +88,7 @@ def opened_sums(path: Path, fsync: bool) -> witness.PageSums:
 def opened(path: Path | None, fsync: bool, sums: witness.PageSums | None = None) -> sqlite3.Connection:
     """Open the ledger `path` for writing. Raises StoreError or sqlite3.Error.
 
-    The log is not copied into the file until `copy_log_at` is called.
+    SQLite does not copy the log into the file by itself.
     """
     db = sqlite3.connect(path or ":memory:", isolation_level=None, cached_statements=64)
     try:
@@ -109,11 +109,6 @@ def opened(path: Path | None, fsync: bool, sums: witness.PageSums | None = None)
     return db
 
 
-def copy_log_at(db: sqlite3.Connection, log_pages: int) -> None:
-    """Have SQLite copy its log into the file when it has so many pages; 0: never."""
-    db.execute(f"PRAGMA wal_autocheckpoint = {log_pages}")
-
-
 def close(db: sqlite3.Connection, sums: witness.PageSums | None) -> None:
     """Close the ledger, which has SQLite copy the log into the file."""
     with suppress(OSError):
@@ -127,7 +122,7 @@ def _configure(db: sqlite3.Connection, fsync: bool) -> None:
     db.execute("PRAGMA secure_delete = OFF")  # Debian's SQLite would overwrite deleted content with zeros
     db.execute("PRAGMA journal_mode = WAL")
     db.execute(f"PRAGMA synchronous = {'FULL' if fsync else 'NORMAL'}")
-    copy_log_at(db, 0)
+    db.execute("PRAGMA wal_autocheckpoint = 0")
 
 
 def _make(db: sqlite3.Connection, statements: str) -> None:

@@ -1,16 +1,17 @@
 """Reads the state of a run before it is started again."""
 
 import json
+import os
 import sqlite3
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
 from buffer.store import witness
 from buffer.store.faults import ACCEPT, LostCommits
 from buffer.store.opening import explained, is_begun, require_whole
-from buffer.store.sqlite import reading
+from buffer.store.sqlite import hold, reading
 from configs.checkpoint_files import newest
 from configs.load import ConfigError
 from configs.resume import Change, Settings, written
@@ -73,10 +74,19 @@ def losses(config: Config) -> list[str]:
 
 
 def accept_loss(config: Config) -> None:
-    """Accept the `losses`: a new ledger begins with the newest checkpoint."""
+    """Accept the `losses`: a new ledger begins with the newest checkpoint.
+
+    Raises StoreError while a buffer holds the ledger: it notes checksums, which this would overwrite.
+    """
     file = store_path(config)
     if file is None:
         return
+    with ExitStack() as ends:
+        ends.callback(os.close, hold(file))
+        _accept(config, file)
+
+
+def _accept(config: Config, file: Path) -> None:
     if commits := _counted(file):
         witness.Witness(file, commits).close()
         witness.begin_sums(file)

@@ -23,9 +23,7 @@ from buffer.store import segments, sql, witness
 from buffer.store.faults import DamagedSample, StoreError
 from buffer.store.lock import InUse, lock_of, locked
 from buffer.store.opening import (
-    LOG_PAGES,
     close,
-    copy_log_at,
     explained,
     opened,
     opened_sums,
@@ -63,7 +61,7 @@ class Store:
         self._sums: witness.PageSums | None = None
         with ExitStack() as ends, explained(path):
             if path:
-                ends.callback(os.close, _locked(path))
+                ends.callback(os.close, hold(path))
                 ends.callback(self._close_witness)
             known = _witnessed(path) if path else None
             if path and path.exists():
@@ -81,7 +79,6 @@ class Store:
             if path and self._sums:
                 self._open_witness(path, known)
                 self._sums.follow()
-                copy_log_at(self._db, LOG_PAGES)
             self.files = witness.SameFiles([path, log_of(path), witness.sums_of(path)] if path else [])
             self._segments = self._opened_segments(fsync)
             ends.callback(self._segments.close)
@@ -252,11 +249,16 @@ class Store:
         self.close()
 
     def _shorten_log(self) -> None:
-        # with a reader, or a full disk, the log stays
-        with suppress(sqlite3.OperationalError, OSError):
+        if self._sums and self._sums.damaged:
+            return
+        with suppress(OSError):
             if self._sums:
                 self._sums.sync()
-            self._db.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+            self._copy_log("TRUNCATE")
+
+    def _copy_log(self, how: str) -> None:
+        with suppress(sqlite3.OperationalError):  # with a reader, or a full disk, the log stays
+            self._db.execute(f"PRAGMA wal_checkpoint({how})").fetchall()
 
     def _new_problems(self, changes: Changes) -> list[tuple[int, str, str | None]]:
         if not self._problems:
@@ -281,6 +283,8 @@ class Store:
             raise
         if self._sums:
             self._sums.note()
+            if self._sums.log_is_full:
+                self._copy_log("PASSIVE")
         if self._witness:
             with suppress(OSError):  # the commit is done; the next one writes its number
                 self._witness.note()
@@ -322,8 +326,9 @@ def _witnessed(path: Path) -> witness.Commits | None:
     return known
 
 
-def _locked(path: Path) -> int:
-    """Closing a lock on the ledger's own file would end SQLite's locks."""
+def hold(path: Path) -> int:
+    """Lock a file beside the ledger `path`, until the descriptor is closed: closing the ledger's own would end SQLite's
+    locks. Raises StoreError if another process holds it."""
     try:
         run_folder(path.parent)
         return locked(lock_of(path))

@@ -7,21 +7,28 @@ unless the disk broke its promise or `buffer.fsync` is false. It is one line: na
 dashes (in place of which an earlier release left a CRC32C), and CRC32C of these.
 
 SQLite has checksums in its log only, so a second file has one of each page. A commit appends pages to the log;
-`PageSums` reads them there and notes the CRC32C of each. SQLite copies pages from the log into the ledger's file when
-it likes. So at a start every page of the file must have its checksum, but those that SQLite reads from the log.
+`PageSums` reads them there and notes the CRC32C of each. Then the store has SQLite copy the log into the ledger's file
+once it is long; any tool that opens the file may do so too. So at a start each page of the file must have its checksum,
+unless SQLite reads it from the log.
 
 A checksum is stored exclusive or that of a page of zeros, so a page that was never written has 0. The checksums are
 synced before SQLite begins the log anew. A kill may leave pages in the log whose checksums were not noted. `PageSums`
 notes them before SQLite may copy the log: before the ledger is opened for writing, and before it is closed.
+
+SQLite changes a page as it finds it. So when a page comes into the log for the first time since the log was begun, the
+page in the file must still have its checksum. If not, the page gets DAMAGED in place of a checksum, and each start
+refuses the ledger, also if the page in the file is whole again: what SQLite made of the damage is in the log.
 
 The log begins with a header and goes on with frames: a page with its number, the salt of the header, and a checksum of
 all frames so far. The last frame of a commit also has the number of pages of the whole file. See
 https://sqlite.org/fileformat2.html#the_write_ahead_log
 """
 
+import logging
 import os
 import sqlite3
 import struct
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import cache
@@ -34,10 +41,11 @@ import numpy.typing as npt
 from google_crc32c import value as crc32c
 
 from buffer.store import sql
-from buffer.store.faults import ACCEPT, LostCommits, StoreGone
+from buffer.store.faults import ACCEPT, DamagedPage, LostCommits, StoreGone
 from configs.checkpoint_files import crc32c_of
 from configs.variables import open_private
 
+log = logging.getLogger(__name__)
 NONE = "-" * 8
 PAGE = 4096
 HEADER, HEAD = struct.Struct(">IIII8sII"), struct.Struct(">II8sII")
@@ -54,6 +62,11 @@ ZEROS = crc32c(bytes(PAGE))
 ENTRY, AHEAD = struct.Struct("<I"), 2**16
 """A checksum, and by how many bytes their file grows."""
 PAGES_AT_ONCE = 256
+DAMAGED = MASK
+"""Stands where the checksum of a page would."""
+LOOKS, LOOK_S = 3, 0.01
+"""How often, and after how long, a page that seems damaged is read."""
+LISTED = 20
 Entries = npt.NDArray[np.uint32]
 
 
@@ -186,9 +199,14 @@ class PageSums:
     def __init__(self, path: Path, fsync: bool, log_pages: int) -> None:
         self._path, self._fsync, self._log_pages = path, fsync, log_pages
         self._descriptor = os.open(sums_of(path), os.O_RDWR | os.O_CLOEXEC)
+        self._file = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # closing it before the ledger would end SQLite's locks
         self._memory: mmap | None = None
         self._log: Log | None = None
         self._lags = True
+        self.log_is_full = False
+        """SQLite may copy the log into the file now, and is to do it."""
+        self.damaged: int | None = None
+        """A page that was damaged while the ledger was open."""
         try:
             self.note_log()
         except BaseException:
@@ -201,7 +219,8 @@ class PageSums:
         self.reserve(max(found.pages, default=1))
         assert self._memory
         for page, crc in found.pages.items():
-            ENTRY.pack_into(self._memory, ENTRY.size * (page - 1), crc ^ ZEROS)
+            if page != self.damaged:
+                ENTRY.pack_into(self._memory, ENTRY.size * (page - 1), crc ^ ZEROS)
         self.sync()
         if self._log:
             self._log.close()
@@ -212,7 +231,7 @@ class PageSums:
         self.note_log()
         assert self._log
         self._log.follow()
-        self._lags = False
+        self._lags, self.log_is_full = False, self._log.end >= self._log_pages * FRAME
 
     def reserve(self, pages: int) -> None:
         """Make room for so many pages. Raises OSError: a write to memory for which the disk has no room ends the
@@ -227,17 +246,65 @@ class PageSums:
         self._memory = mmap(self._descriptor, size)
 
     def note(self) -> None:
-        """Note the pages of the commit that SQLite has just made."""
+        """Note the pages of the commit that SQLite has just made. Raises DamagedPage."""
         try:  # the commit is done, whatever fails here
             if self._lags:
                 return self.follow()
             assert self._log and self._memory
             for page, crc in self._log.next_commit():
-                ENTRY.pack_into(self._memory, ENTRY.size * (page - 1), crc ^ ZEROS)
-            if self._log.is_anew or self._log.end >= self._log_pages * FRAME:
+                if page not in self._log.pages:
+                    self._require_as_noted(page, crc)
+                if page != self.damaged:
+                    ENTRY.pack_into(self._memory, ENTRY.size * (page - 1), crc ^ ZEROS)
+            if not self._log.is_whole:
+                return self._note_copied()
+            self.log_is_full = self._log.end >= self._log_pages * FRAME
+            if self._log.is_anew or self.log_is_full:
                 self.sync()
+        except DamagedPage:
+            raise
         except OSError:
+            self._lags, self.log_is_full = True, False
+
+    def _require_as_noted(self, page: int, crc: int) -> None:
+        """Raise DamagedPage if the file has another version of `page` than it may have, now that the log has it too.
+
+        The file may have a version of the log already, and may just be written to if another program copies the log.
+        """
+        assert self._memory
+        noted = ENTRY.unpack_from(self._memory, ENTRY.size * (page - 1))[0] ^ ZEROS
+        for _ in range(LOOKS):
+            found = crc32c(os.pread(self._file, PAGE, PAGE * (page - 1)).ljust(PAGE, b"\0"))
+            if found in (noted, crc) or (page, found) in Log(self._path).versions:
+                return
+            time.sleep(LOOK_S)
+        ENTRY.pack_into(self._memory, ENTRY.size * (page - 1), DAMAGED)
+        self.damaged = page
+        with suppress(OSError):
+            self.sync()
+        raise DamagedPage(page, self._path)
+
+    def _note_copied(self) -> None:
+        """Note what the file has: another program emptied the log before the last commit was read from it."""
+        assert self._log and self._memory
+        self.log_is_full = False
+        if not self._log.is_empty:
             self._lags = True
+            return
+        with open(self._file, "rb", closefd=False) as stream:
+            stream.seek(0)
+            found = _entries(stream)
+        self.reserve(found.size)
+        known = np.frombuffer(self._memory[: ENTRY.size * found.size], "<u4")
+        changed = (1 + np.flatnonzero(found != known)).tolist()
+        for page in changed:
+            if page != self.damaged:
+                ENTRY.pack_into(self._memory, ENTRY.size * (page - 1), int(found[page - 1]))
+        self.sync()
+        names = f"{changed[:LISTED]}{' and more' if len(changed) > LISTED else ''}"
+        log.warning(
+            "%s: another program emptied its log during a commit; pages %s are taken as they are", self._path, names
+        )
 
     def sync(self) -> None:
         if self._fsync and self._memory is not None:
@@ -255,6 +322,7 @@ class PageSums:
         if self._log:
             self._log.close()
         os.close(self._descriptor)
+        os.close(self._file)
 
 
 def sums_of(path: Path) -> Path:
@@ -283,11 +351,24 @@ def require_same_pages(path: Path, stream: BinaryIO) -> None:
 
 
 def _differing(found: Entries, path: Path) -> set[int]:
-    """Pages without their checksum in the file, and not in the log."""
+    """Pages that have not the checksums in the file, unless the log has them.
+
+    A page in the log differs nevertheless if it was damaged before SQLite changed it: it is marked as DAMAGED, or
+    neither checksum is of a version in the log. But SQLite may have written a page that was never noted to the file
+    before it made the log.
+    """
     known = np.fromfile(sums_of(path), "<u4")
     count = max(found.size, known.size)
-    differing = 1 + np.flatnonzero(_padded(found, count) != _padded(known, count))
-    return set(differing.tolist()) - Log(path).pages.keys()
+    found, known = _padded(found, count), _padded(known, count)
+    wal = Log(path)
+
+    def is_explained(page: int) -> bool:
+        now, noted = int(found[page - 1]), int(known[page - 1])
+        if page not in wal.pages or noted == DAMAGED:
+            return False
+        return not noted or not wal.versions.isdisjoint({(page, now ^ ZEROS), (page, noted ^ ZEROS)})
+
+    return {page for page in (1 + np.flatnonzero(found != known)).tolist() if not is_explained(page)}
 
 
 def _padded(entries: Entries, count: int) -> Entries:
@@ -320,44 +401,58 @@ def log_of(path: Path) -> Path:
 class Log:
     """SQLite's log: `pages` has the CRC32C of the newest version of each page, by page number.
 
-    Reads up to the first frame that is not valid, as SQLite does. `follow` it while SQLite writes to it.
+    Reads up to the first frame that is not valid, as SQLite does. `follow` it while SQLite writes to it. `versions` has
+    page number and CRC32C of all versions of all pages that it had when it was read.
     """
 
     def __init__(self, path: Path) -> None:
         self.pages: dict[int, int] = {}
+        self.versions: set[tuple[int, int]] = set()
         self._path, self._salt = log_of(path), b""
         self.end = HEADER.size
         """Up to the last commit, in bytes."""
         self._descriptor: int | None = None
         self.is_anew = False
         """SQLite began the log anew with the last commit."""
+        self.is_whole = True
+        """All of the last commit was found."""
         waiting = dict[int, int]()
         with suppress(FileNotFoundError), open(self._path, "rb") as stream:
             for number, size, page, self._salt, end in _frames(stream):
                 waiting[number] = crc32c(page)
                 if size:
+                    self.versions |= waiting.items()
                     self.pages |= waiting
                     waiting, self.end = {}, end
 
     def follow(self) -> None:
+        self.versions.clear()
         self._descriptor = os.open(self._path, os.O_RDONLY | os.O_CLOEXEC)
 
     def next_commit(self) -> Iterator[tuple[int, int]]:
-        """Numbers and CRC32C of the pages of the newest commit. Raises OSError."""
+        """Numbers and CRC32C of the pages of the newest commit; `pages` gets one once it is handled. Raises OSError."""
         assert self._descriptor is not None, "follow it first"
         salt = os.pread(self._descriptor, HEADER.size, 0)[16:24]
         self.is_anew = salt != self._salt
         if self.is_anew:
             self._salt, self.end = salt, HEADER.size
-        position = self.end
+            self.pages.clear()
+        position, self.is_whole = self.end, False
         while data := os.pread(self._descriptor, FRAMES_AT_ONCE * FRAME, position):
             for at in range(0, len(data) - FRAME + 1, FRAME):
                 number, size, *_ = HEAD.unpack_from(data, at)
-                yield number, crc32c(data[at + HEAD.size : at + FRAME])
+                crc = crc32c(data[at + HEAD.size : at + FRAME])
+                yield number, crc
+                self.pages[number] = crc
                 if size:
-                    self.end = position + at + FRAME
+                    self.end, self.is_whole = position + at + FRAME, True
                     return
             position += FRAMES_AT_ONCE * FRAME
+
+    @property
+    def is_empty(self) -> bool:
+        """SQLite has copied it into the file, and cut it off."""
+        return self._descriptor is not None and os.fstat(self._descriptor).st_size == 0
 
     def close(self) -> None:
         if self._descriptor is not None:

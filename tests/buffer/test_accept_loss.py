@@ -4,8 +4,14 @@ import os
 import subprocess
 from pathlib import Path
 
-from buffer.store.faults import ACCEPT
+import pytest
+
+from buffer.store import witness
+from buffer.store.faults import ACCEPT, StoreError
+from buffer.store.past import accept_loss
+from buffer.store.sqlite import Store
 from buffer.store.witness import Commits, Witness, file_of
+from configs.load import load
 from tests.harness.buffer_process import Process, committed, make_requests
 
 
@@ -38,3 +44,16 @@ def test_a_loss_is_refused_until_it_is_accepted_and_a_deleted_ledger_ends_the_bu
         assert running.wait(60) == 1
     last = rest.splitlines()[-1]
     assert "buffer.sqlite was deleted or replaced while the buffer ran" in last and "room" not in last, rest
+
+
+def test_a_loss_is_not_accepted_while_another_buffer_holds_the_ledger(tmp_path: Path) -> None:
+    """The two may listen at different addresses. The second would overwrite the checksums that the first notes."""
+    words = {"run.folder": tmp_path, "run.name": "r", "model.path": "m", "data.train": "d", "reward.function": "math"}
+    config = load([f"--{key}={value}" for key, value in words.items()])
+    path = config.run.path / "buffer.sqlite"
+    with Store(path):
+        before = witness.sums_of(path).stat().st_ino, witness.sums_of(path).read_bytes()
+        with pytest.raises(StoreError, match="in use by process"):
+            accept_loss(config)
+        assert (witness.sums_of(path).stat().st_ino, witness.sums_of(path).read_bytes()) == before
+    accept_loss(config)

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from buffer import scrub
+from buffer.keys import ROLES, TOKEN, make_keys
 from buffer.store.faults import StoreError
 from buffer.store.sqlite import Store
 from buffer.store.witness import file_of
@@ -36,6 +37,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (partial / name).write_bytes(random.Random(name).randbytes(60))
         seal(partial, 0.25)
     write(config, config.run.path / "config.yaml")
+    make_keys(config.run.path / "keys")
     return config.run.path
 
 
@@ -55,16 +57,21 @@ def test_a_sound_run_has_exit_code_0(run: Path, capsys: pytest.CaptureFixture[st
     assert code == 0 and not any("damaged" in line for line in lines)
     assert any(line.endswith("pages and rows are sound") for line in lines)
     assert any(line.endswith("8 samples read") for line in lines)
-    assert [line for line in lines if "3 files read" in line and "v00000" in line] == lines[-2:]
+    assert [line for line in lines if "3 files read" in line and "v00000" in line] == lines[-3:-1]
+    assert lines[-1] == f"{run / 'keys'}: all keys are sound"
 
 
 KEPT = [
     *("buffer.sqlite", "buffer.sqlite-commits", "buffer.sqlite-sums", str(SEGMENT)),
     *(f"checkpoints/v000004/{name}" for name in ("state/__0_0.distcp", "state/.metadata", MANIFEST)),
     "checkpoints/v000004/huggingface/model.safetensors",
+    *(f"keys/{role}.public" for role in ROLES),
 ]
-HARMLESS = {"config.yaml", "buffer.sqlite.lock", "launch.lock"}
-"""The ledger has what `config.yaml` says, and a start compares the two; a lock's bytes mean nothing."""
+HARMLESS = {"config.yaml", "buffer.sqlite.lock", "launch.lock", ".keys.lock"} | {
+    f"keys/{name}" for name in (TOKEN, *(f"{role}.secret" for role in ROLES))
+}
+"""What reads `config.yaml` compares it with its checksum; a lock's bytes mean nothing. A damaged token opens no server.
+Some bits of a secret mean nothing; `test_curve.py` tries the others."""
 
 
 def test_these_are_all_files_of_a_run(run: Path) -> None:
@@ -72,10 +79,11 @@ def test_these_are_all_files_of_a_run(run: Path) -> None:
     assert found - HARMLESS == set(KEPT)
 
 
-@pytest.mark.parametrize("name", long_but(KEPT, 0, 2, 3, 5, 7))
+@pytest.mark.parametrize("name", long_but(KEPT, 0, 2, 3, 5, 7, 8))
 def test_a_flipped_bit_in_any_file_is_noticed(run: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
-    """The ledger's file is the largest; of each file some bits are tried. In the segment, bits of samples."""
-    size = 8 * 40 if name == str(SEGMENT) else (run / name).stat().st_size * 8
+    """The ledger's file is the largest; of each file some bits are tried. In the segment, bits of samples; of a key its
+    characters."""
+    size = 8 * 40 if name == str(SEGMENT) or name.endswith(".public") else (run / name).stat().st_size * 8
     for bit in random.Random(name).sample(range(size), 15):
         flip(run / name, bit)
         code, lines = scrubbed(run, capsys)

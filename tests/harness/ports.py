@@ -11,6 +11,14 @@ for _ in range(os.getpid() * 37 % (LAST - FIRST)):  # processes that run at the 
     next(_candidates)
 
 
+def keep_to_share(number: int, of: int) -> None:
+    """Pick ports of the given share from now on: processes with different shares never pick the same port, not even
+    while the server of one is starting again."""
+    global _candidates
+    size = (LAST - FIRST) // of
+    _candidates = itertools.cycle(range(FIRST + number * size, FIRST + (number + 1) * size))
+
+
 def free_port() -> int:
     """A port of this machine that nobody listens on, and that this process was not given before."""
     for port in _candidates:

@@ -51,7 +51,9 @@ def test_adapters_and_weights_in_files_follow_the_umask(umask: int, tmp_path: Pa
     plan = Plan.of([Spec("a", (2,), torch.float32)], 1 << 10)
     _write_buckets(Buckets(plan, torch.device("cpu")), [0], tmp_path / "two")
     for folder in ("one", "two"):
-        assert set(modes(tmp_path / folder).values()) == {0o666 & ~umask}
+        found = modes(tmp_path / folder)
+        assert set(found.values()) == {0o666 & ~umask}
+        assert {Path(name).suffix for name in found} <= {".safetensors", ".json"}, "files that hold no code"
     assert os.umask(umask) == umask, "reading it changed it"
 
 

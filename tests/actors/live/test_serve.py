@@ -2,11 +2,12 @@
 
 import asyncio
 import json
+import re
 import shutil
 import subprocess
 import sys
 from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from actors.live.watcher import Watcher
 from actors.watch.metrics_log import Records
 from actors.watch.overview import look_over
 from buffer.wire.protocol import State
+from configs import http_limits
 from configs.http_limits import is_loopback_host
 from configs.schema import Config
 from tests.harness.buffer_process import in_loop
@@ -182,6 +184,38 @@ async def test_a_web_site_cannot_make_its_name_mean_this_machine(tmp_path: Path)
             assert await status_of(session, "/", headers={"Host": name}) == 200
     assert not is_loopback_host("10.0.0.7") and not is_loopback_host("head-node") and is_loopback_host("::1")
     assert not is_loopback_host("") and not is_loopback_host("[]"), "all interfaces"
+
+
+@in_loop
+async def test_connections_and_heads_of_the_page_have_limits(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serving, "MOST_CONNECTIONS", 16)
+    monkeypatch.setattr(http_limits, "HEADER_S", 0.3)
+    config, printed = make_config(tmp_path), list[str]()
+    task = asyncio.create_task(serving.serve(Watcher(config, config.run.path), "127.0.0.1", 0))
+
+    def port() -> int:
+        printed.append(capsys.readouterr().out)
+        found = re.search(r"http://127\.0\.0\.1:(\d+)/", "".join(printed))
+        return int(found[1]) if found else 0
+
+    await until(lambda: port() or task.done())
+    held = [await asyncio.open_connection("127.0.0.1", port()) for _ in range(17)]
+    for _, writer in held[:16]:
+        writer.write(b"GET / HTTP/1.1\r\n")
+    held[16][1].write(b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n")
+    async with asyncio.timeout(60):
+        with suppress(ConnectionError):
+            assert await held[16][0].read() == b"", "one more is closed at once"
+        assert [await reader.read() for reader, _ in held[:16]] == [b""] * 16, "half a head is cut off"
+    for _, writer in held:
+        writer.close()
+    async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port()}/data") as response:
+        assert response.status == 200 and response.headers["X-Frame-Options"] == "DENY"
+        assert response.headers["X-Content-Type-Options"] == "nosniff"
+    task.cancel()
+    await asyncio.gather(task, return_exceptions=True)
 
 
 def families(text: str) -> dict[str, dict[tuple[str, ...], float]]:

@@ -7,17 +7,17 @@ import random
 import shutil
 import sqlite3
 import time
-from contextlib import closing
+from contextlib import closing, nullcontext
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from buffer.store import opening, sql, sqlite, witness
-from buffer.store.faults import LostCommits, StoreError
+from buffer.store.faults import DamagedPage, LostCommits, StoreError
 from buffer.store.opening import LOG_PAGES, require_whole
 from buffer.store.past import losses
-from buffer.store.witness import FRAME, Log, log_of
+from buffer.store.witness import FRAME, PAGE, Log, log_of
 from configs.load import load
 from tests.buffer.store.test_damage import as_schema_7, flip
 from tests.buffer.store.test_flipped_bits import go_on, open_store
@@ -160,7 +160,6 @@ def test_checksums_are_synced_if_another_program_had_the_log_begun_anew(tmp_path
 
 def write_until_killed(path: Path, ready: Any) -> None:
     """Commit again and again; the log is begun anew every few commits."""
-    sqlite.LOG_PAGES = 30  # type: ignore[misc]
     store = open_store(path)
     store._sums._log_pages = 30  # type: ignore[union-attr]
     ledger = ledger_of(store)
@@ -220,6 +219,80 @@ def test_whoever_reads_while_a_commit_is_not_noted_yet_sees_no_damage(tmp_path: 
         with monkeypatch.context() as patch:
             patch.setattr(witness, "Log", seen_while_the_next_commit_is_written)
             require_whole(path, None)
+
+
+def copied(path: Path) -> None:
+    """Another program has SQLite copy the log into the file, and cut it off."""
+    with closing(sqlite3.connect(path)) as db:
+        assert db.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0] == 0
+
+
+@pytest.mark.parametrize("end", ["closed", "killed", "beside a reader"])
+@pytest.mark.parametrize("full", [False, True], ids=["", "the log is full"])
+def test_a_page_that_is_damaged_while_the_buffer_runs_is_not_taken_over(tmp_path: Path, end: str, full: bool) -> None:
+    """SQLite changes the page as it finds it, and the log has right checksums of wrong bytes."""
+    path = tmp_path / "live" / "buffer.sqlite"
+    store = open_store(path)
+    ledger = ledger_of(store)
+    accept(store, ledger, 3)
+    with store._transaction():
+        store._db.execute(sql.CHANGES)
+    change(store)
+    copied(path)
+    (root,) = store._db.execute("SELECT rootpage FROM sqlite_master WHERE name = 'changes'").fetchone()
+    flip(path, 8 * (PAGE * root - 1))  # in its row
+    store._db.execute("PRAGMA shrink_memory")  # SQLite reads the pages again
+    if full:
+        store._sums._log_pages = 1  # type: ignore[union-attr]
+    reader = closing(opening.read_only(path)) if end == "beside a reader" else nullcontext()
+    with reader as db:
+        if db:
+            db.execute("BEGIN").execute("SELECT * FROM meta").fetchall()
+        with pytest.raises(DamagedPage, match=r"page \d+ was damaged, or changed by another program") as damaged:
+            change(store)
+        shutil.copytree(path.parent, tmp_path / "killed", ignore=shutil.ignore_patterns("*.lock", "*-shm"))
+        store.close()
+    if end == "killed":
+        path = tmp_path / "killed" / path.name
+    for _ in range(2):
+        with pytest.raises(LostCommits, match=r"page \d+ has not the checksum"):
+            open_store(path)
+        if end != "closed":  # the disk gives the right byte again; the log has what SQLite made of the wrong one
+            flip(path, 8 * (PAGE * root - 1))
+    assert "\n" not in str(damaged.value) and "--accept-loss" in str(damaged.value)
+
+
+@pytest.mark.parametrize("moment", ["before it is read", "while it is read"])
+def test_a_log_that_another_program_empties_during_a_commit_causes_no_false_alarm(
+    tmp_path: Path, moment: str, monkeypatch: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "buffer.sqlite"
+    with open_store(path) as store:
+        ledger = ledger_of(store)
+        accept(store, ledger, 1)
+        assert store._sums and store._sums._log
+        note, pread = store._sums.note, os.pread
+
+        def emptied() -> None:
+            copied(path)
+            note()
+
+        def emptied_after_the_header(descriptor: int, size: int, position: int) -> bytes:
+            data = pread(descriptor, size, position)
+            if position == 0:
+                copied(path)
+            return data
+
+        with monkeypatch.context() as patch:
+            if moment == "before it is read":
+                patch.setattr(store._sums, "note", emptied)
+            else:
+                patch.setattr(os, "pread", emptied_after_the_header)
+            accept(store, ledger, 1)
+        assert "another program emptied its log during a commit; pages [" in caplog.text
+        accept(store, ledger, 1)
+        require_whole(path, None)
+    open_store(path).close()
 
 
 def change(store: sqlite.Store) -> None:

@@ -377,7 +377,7 @@ def test_the_files_stay_small(tmp_path: Path) -> None:
             ledger.batches.trained(version)
             ledger.batches.prune(version + 1)
             store.commit(Transaction(ledger.drain(), void_before=version + 1))
-            assert len(files(path)) <= 2
+            assert len(files(path, store)) <= 2
             assert path.with_name("buffer.sqlite-wal").stat().st_size < 2 * 4096 * LOG_PAGES
         assert path.stat().st_size < 200_000, "the rows of pruned samples are used again"
     assert not path.with_name("buffer.sqlite-wal").exists()

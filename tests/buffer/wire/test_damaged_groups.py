@@ -13,7 +13,7 @@ import pytest
 from buffer import inspect
 from buffer.__main__ import advice_for
 from buffer.store import witness
-from buffer.store.faults import StoreGone
+from buffer.store.faults import DamagedPage, StoreGone
 from buffer.wire.message import Array
 from buffer.wire.protocol import Part, Rewind, Take
 from tests.buffer.store.test_damage import SEGMENT, flip
@@ -156,7 +156,7 @@ def test_what_to_do_is_said_by_error(tmp_path: Path) -> None:
         db.execute("SELECT COUNT(x) FROM t WHERE x > 'a'").fetchall()
     db.close()
     assert "python -m buffer scrub RUN" in advice_for(found.value) and "room" not in advice_for(found.value)
-    assert advice_for(StoreGone(file)) == ""
+    assert advice_for(StoreGone(file)) == advice_for(DamagedPage(7, file)) == ""
     assert "make room on its disk" in advice_for(OSError(errno.ENOSPC, "No space left on device"))
 
 

@@ -3,7 +3,7 @@
 import asyncio
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,7 +12,9 @@ import openai
 import pytest
 import uvloop
 
+from configs import http_limits
 from rollout.cage import CagedError
+from rollout.chat import door as door_module
 from rollout.chat.door import ChatServer, Door
 from rollout.chat.session import Reply
 from rollout.errors import ChatRefused, EngineDead, EngineError
@@ -331,6 +333,28 @@ async def test_bad_bodies_are_refused(body: bytes, status: int):
     async with served() as (_, door, session), httpx.AsyncClient() as client:
         response = await client.post(f"{door.url}/chat/completions", content=body)
         assert response.status_code == status and "error" in response.json() and session.calls == []
+
+
+async def test_connections_heads_and_bodies_have_limits(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(door_module, "MOST_CONNECTIONS", 16)
+    monkeypatch.setattr(door_module, "BODY_S", 0.3)
+    monkeypatch.setattr(http_limits, "HEADER_S", 0.3)
+    async with served() as (server, door, session):
+        port, key = server._runner.addresses[0][1], door.key.encode()
+        held = [await asyncio.open_connection("127.0.0.1", port) for _ in range(17)]
+        slow = b"POST /e/%s/v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{" % key
+        held[0][1].write(slow)
+        for _, writer in held[1:16]:
+            writer.write(b"GET / HTTP/1.1\r\n")
+        held[16][1].write(b"GET /e/%s/v1/models HTTP/1.1\r\nHost: localhost\r\n\r\n" % key)
+        async with asyncio.timeout(60):
+            with suppress(ConnectionError):
+                assert await held[16][0].read() == b"", "one more is closed at once"
+            assert (await held[0][0].readline()).startswith(b"HTTP/1.1 408"), "the body took longer"
+            assert [await reader.read() for reader, _ in held[1:16]] == [b""] * 15, "half a head is cut off"
+        for _, writer in held:
+            writer.close()
+        assert (await post(door)).status_code == 200 and len(session.calls) == 1
 
 
 async def test_an_address_in_use_is_refused_in_one_line():

@@ -1,6 +1,7 @@
 """A server that is to evaluate holds newer policies back until it has, and makes groups all the while."""
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator
 
 import pytest
@@ -190,6 +191,20 @@ async def test_a_server_leaves_if_the_last_version_never_comes():
         await until(lambda: server.updates.first.is_set())
         await asyncio.wait_for(until_last(server.updates, server.evaluator, timeout_s=0.05), 120)
         assert not server.updates.last.is_set()
+
+
+async def test_a_server_that_was_stopped_still_waits_for_the_last_version():
+    async with Server() as server:
+        server.publish(98)
+        await until(lambda: server.updates.first.is_set())
+        leaving = asyncio.create_task(until_last(server.updates, server.evaluator, timeout_s=1.2))
+        await asyncio.sleep(0.05)
+        time.sleep(1.5)  # the whole process stands still
+        await asyncio.sleep(0.2)
+        assert not leaving.done()
+        server.publish(99)
+        await asyncio.wait_for(leaving, 120)
+        assert server.updates.last.is_set()
 
 
 async def test_answers_that_no_message_has_room_for_are_left_out(caplog: pytest.LogCaptureFixture):

@@ -2,6 +2,7 @@
 
 import os
 import random
+import sqlite3
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import dataclass
@@ -53,6 +54,12 @@ def ledger(run: NemesisRun) -> Span:
     return whole(run.ledger)
 
 
+def copy_log(run: NemesisRun) -> None:
+    """Have SQLite copy its log into the ledger's file, beside the live buffer: a young file has one page."""
+    with closing(sqlite3.connect(run.ledger)) as db:
+        db.execute("PRAGMA wal_checkpoint(PASSIVE)").fetchall()
+
+
 def log_of_ledger(run: NemesisRun) -> Span:
     """SQLite's log, or the ledger where there is none."""
     path = run.ledger.with_name(f"{run.ledger.name}-wal")
@@ -62,6 +69,15 @@ def log_of_ledger(run: NemesisRun) -> Span:
 def page_sums(run: NemesisRun) -> Span:
     """The checksums of the ledger's pages; what follows them is room for more pages."""
     return run.ledger.with_name(f"{run.ledger.name}-sums"), 0, run.ledger.stat().st_size // 1024
+
+
+def commits(run: NemesisRun) -> Span:
+    """How often the ledger was committed."""
+    return whole(run.ledger.with_name(f"{run.ledger.name}-commits"))
+
+
+def key(run: NemesisRun) -> Span:
+    return whole(run.path / "keys" / "buffer.secret")
 
 
 def segment(run: NemesisRun) -> Span:
@@ -103,10 +119,12 @@ FILES: dict[str, Callable[[NemesisRun], Span]] = {
     "ledger": ledger,
     "wal": log_of_ledger,
     "sums": page_sums,
+    "commits": commits,
     "segment": segment,
     "rows": rows,
     "checkpoint": checkpoint,
     "manifest": manifest,
     "config": config,
+    "key": key,
 }
 """The bytes of each kind of file of a run."""

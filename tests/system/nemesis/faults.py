@@ -177,6 +177,8 @@ def flip_stopped(file: str, session: Session, draw: random.Random) -> str:
 def flip_running(file: str, session: Session, draw: random.Random) -> str:
     """While it runs; then the processes that read the file are killed."""
     until_there_is(session, file)
+    if file == "ledger":
+        bits.copy_log(session.run)
     flip = bits.Flip.of(bits.FILES[file](session.run), draw)
     time.sleep(1.0)
     for name in READERS[file]:
@@ -189,11 +191,13 @@ READERS = {
     "ledger": ("buffer",),
     "wal": ("buffer",),
     "sums": ("buffer",),
+    "commits": ("buffer",),
     "segment": ("buffer", "learner"),
     "rows": ("buffer",),
     "checkpoint": ("learner",),
     "manifest": ("learner",),
     "config": ("buffer", "learner"),
+    "key": ("buffer",),
 }
 """Processes that read a file of a run when they start."""
 WATCH_S, MANY = 120.0, 3  # on a busy machine a refused buffer is started eight times, 5 s each, before the run ends

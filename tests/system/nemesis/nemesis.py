@@ -5,6 +5,7 @@ processes that the fault may end may have failed. A run with a finding is given 
 finding is of one fault.
 """
 
+import math
 import random
 import time
 from collections import Counter
@@ -90,7 +91,8 @@ def cost(events: Sequence[Event], began: float, ended: float, usual_s: float) ->
 
 
 class Nemesis:
-    """Strikes with `faults` faults of `kinds`, each as often as the others, in an order drawn from `seed`."""
+    """Strikes with `faults` faults of `kinds`, each as often as the others, in an order drawn from `seed`. No fault
+    begins after `deadline`, a time of the monotonic clock."""
 
     def __init__(
         self,
@@ -99,8 +101,9 @@ class Nemesis:
         faults: int,
         seed: int,
         say: Callable[[str], None] = lambda line: None,
+        deadline: float = math.inf,
     ) -> None:
-        self.folder, self.faults, self.seed, self.say = folder, faults, seed, say
+        self.folder, self.faults, self.seed, self.say, self.deadline = folder, faults, seed, say, deadline
         self.random = random.Random(f"nemesis/{seed}")
         self.plan = list(self._decks(kinds))
         self.with_disk = any(kind.name == "disk" for kind in kinds)
@@ -116,10 +119,13 @@ class Nemesis:
 
     def go(self) -> list[Outcome]:
         """All faults, in as many runs as it takes."""
-        while self.plan:
+        while self.plan and not self.late():
             some, self.plan = self.plan[:PER_RUN], self.plan[PER_RUN:]
             self.plan = self._one_run(some) + self.plan
         return self.outcomes
+
+    def late(self) -> bool:
+        return time.monotonic() > self.deadline
 
     def _one_run(self, kinds: Sequence[Kind]) -> list[Kind]:
         """One run with these faults; returns those that are left if it was given up."""
@@ -128,6 +134,8 @@ class Nemesis:
             if not session.until(lambda: session.well(0.0), START_S):
                 raise AssertionError(f"no version was trained: {session.last_lines()}")
             for number, kind in enumerate(kinds, 1):
+                if self.late():
+                    break
                 outcome = self.strike(session, kind)
                 given_up = outcome.findings or outcome.cost_s is None
                 if kind.last and not given_up:

@@ -61,7 +61,7 @@ def test_an_unknown_kind_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
 def test_the_table_counts_what_was_clean() -> None:
     outcomes = [Outcome("kill", 3.0), Outcome("kill", 5.0), Outcome("disk", None, ["lost"]), Outcome("kill", 1.0)]
     assert table(outcomes) == [("disk", 1, 0, None, None), ("kill", 3, 3, 3.0, 5.0)]
-    rows = json.loads(json.dumps(results(outcomes, 4, 7)))["rows"]
+    rows = json.loads(json.dumps(results(outcomes, "python -m tests.system.nemesis")))["rows"]
     assert [row["what"] for row in rows] == ["disk: faults", "kill: faults", "kill: median cost"]
     assert (rows[0]["value"], rows[0]["against_value"]) == (1, 0) and rows[2]["against_value"] == 5.0
 
