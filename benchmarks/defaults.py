@@ -26,7 +26,7 @@ from benchmarks.weights.table import ResultRow, earlier, progress, write
 ROOT = Path(__file__).parents[1]
 
 
-class Case(NamedTuple):
+class SpeedCase(NamedTuple):
     """A shape, ranks of its learner, tokens of an answer, groups and samples of a version, and keys of `model`."""
 
     shape: str
@@ -38,10 +38,10 @@ class Case(NamedTuple):
 
 
 CASES = {
-    "1.5B": Case("Qwen2.5-1.5B"),
-    "7B": Case("Qwen2.5-7B", learners=2),
-    "7B-adapter": Case("Qwen2.5-7B", model={"lora": {"rank": 32}}),
-    "VL-3B": Case("Qwen2.5-VL-3B", length=256, groups=32, samples=8),
+    "1.5B": SpeedCase("Qwen2.5-1.5B"),
+    "7B": SpeedCase("Qwen2.5-7B", learners=2),
+    "7B-adapter": SpeedCase("Qwen2.5-7B", model={"lora": {"rank": 32}}),
+    "VL-3B": SpeedCase("Qwen2.5-VL-3B", length=256, groups=32, samples=8),
 }
 BEFORE = {
     "compile": False,

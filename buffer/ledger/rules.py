@@ -14,9 +14,8 @@ from buffer.ledger import state
 from buffer.ledger.counts import GIVEN_UP_FAILED, GIVEN_UP_FLAT, GIVEN_UP_ROWS, Marks, Rows, remember, row_values
 from buffer.ledger.difficulty import DifficultyOrder, Shares
 from buffer.ledger.evaluations import Evaluations
-from buffer.ledger.order import EpochOrder, Order
 from buffer.ledger.scaling import WantedServers
-from buffer.ledger.state import LedgerState, ServerRecord
+from buffer.ledger.state import EpochOrder, LedgerState, Order, ServerRecord
 from buffer.ledger.training import Batches, LedgerView, Suspicion, feasible, keepable
 from buffer.ledger.types import (
     OPEN,

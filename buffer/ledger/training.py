@@ -10,8 +10,7 @@ from dataclasses import dataclass
 
 from buffer.ledger.counts import GIVEN_UP_QUARANTINED
 from buffer.ledger.evaluations import Reach
-from buffer.ledger.order import Order
-from buffer.ledger.state import LedgerState
+from buffer.ledger.state import LedgerState, Order
 from buffer.ledger.types import FormedBatch, ItemState, LedgerError, Lengths, Outcome, Terms
 
 MOST_ENDS = 2

@@ -6,9 +6,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from buffer.ledger import schedule, training
-from buffer.ledger.order import EpochOrder
 from buffer.ledger.rules import Ledger
 from buffer.ledger.schedule import STEP, Drawing, order, ordering
+from buffer.ledger.state import EpochOrder
 
 versions = st.integers(0, 6)
 opened = st.lists(versions, max_size=20)
