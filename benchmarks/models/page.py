@@ -79,7 +79,8 @@ def _unserved(found: Mapping[str, Certificate]) -> Iterator[tuple[str, str]]:
     """Families that vLLM does not compute as the learner does, or not at all, and why."""
     for name, certificate in found.items():
         checks = chosen(certificate.checks, GROUPS["vLLM"])
-        if why := next((check.fault or check.note for check in checks if check.fault or check.figure is None), ""):
+        served = any(check.figure is not None for check in checks)
+        if why := next((check.fault or check.note for check in checks if check.fault or not served), ""):
             yield name, why
 
 

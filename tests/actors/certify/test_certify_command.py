@@ -120,7 +120,10 @@ def test_a_server_computes_what_the_learner_does(kind: str, tmp_path: Path) -> N
     found = read(tmp_path / "out.json")
     assert found is not None
     served = [check for check in found.checks if check.what.startswith("server")]
-    assert len(served) == 12 and all(check.verdict == "holds" for check in served)
+    sampled = [check for check in served if check.what.endswith("sampled")]
+    assert (len(served), len(sampled)) == (12, 5)
+    assert all(check.verdict == "holds" for check in served if check not in sampled)
+    assert {check.verdict for check in sampled} <= {"holds", "not compared"}  # a copy may be certain of all tokens
 
 
 @pytest.mark.parametrize(
