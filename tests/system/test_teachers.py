@@ -124,7 +124,7 @@ def test_a_killed_teacher_costs_time_and_no_sample(toy: Toy, teacher: Path) -> N
 def test_of_two_teachers_each_teaches_its_source_whatever_is_killed(toy: Toy) -> None:
     """SIGKILL to rollout server, buffer, learner and both teacher servers: each sample has the numbers of its row's
     teacher. The second teacher is the policy that the run begins with."""
-    run, versions, port, teacher = toy.run("two-teachers"), 32, two_ports(), shown(toy, "hasty", steps=15)
+    run, versions, port, teacher = toy.run("two-teachers"), 64, two_ports(), shown(toy, "hasty", steps=15)
     file, teachers = of_two_sources(toy)
     folders = {"": teacher, "second": toy.folder / "model"}
     second = f"{{data_source: second, model: {folders['second']}, servers: 1, engine: {ENGINE}}}"
