@@ -27,6 +27,7 @@ PROVEN = (
     ExpertModel("glm4_moe", "Glm4MoeForCausalLM", (CPU, GPU)),
     ExpertModel("mixtral", "MixtralForCausalLM", (CPU, GPU)),
     ExpertModel("olmoe", "OlmoeForCausalLM", (CPU, GPU)),
+    ExpertModel("granitemoe", "GraniteMoeForCausalLM", (GPU,)),
     ExpertModel("gpt_oss", "GptOssForCausalLM", (GPU,)),
     ExpertModel("deepseek_v2", "DeepseekV2ForCausalLM", (GPU,)),
     ExpertModel("deepseek_v3", "DeepseekV3ForCausalLM", (GPU,)),
