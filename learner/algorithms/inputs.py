@@ -109,7 +109,7 @@ def aggregation_weights(inputs: LossInputs, aggregation: str, constant_length: i
     """Weights of token losses in the batch's loss: [tokens].
 
     token: 1/N (DAPO). sequence: 1/(S |y|) (GRPO). prompt: 1/(P tokens of the group) (ScaleRL). constant: 1/(S L) (Dr.
-    GRPO). Counts include masked tokens.
+    GRPO). Counts include masked tokens. Raises ValueError for a missing one.
     """
     ones = torch.ones_like(inputs.policy_logprobs)
     if aggregation == "token":

@@ -63,7 +63,7 @@ def gradients(reference: PreTrainedModel, case: Case) -> dict[str, Tensor]:
 
 
 def gradients_of(policy: Policy) -> dict[str, Tensor]:
-    """A collective."""
+    """The whole gradients. A collective."""
     found = ((name, x.grad) for name, x in policy.model.named_parameters() if x.grad is not None)
     return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found}
 
@@ -86,7 +86,7 @@ def judge_gradients(what: str, ours: Gradients, theirs: Gradients, model: nn.Mod
 
 
 def expected(reference: PreTrainedModel, case: Case) -> Tensor:
-    """transformers' log-probabilities: [scored]."""
+    """transformers' log-probabilities of a row's scored tokens: [scored]."""
     every = zip(case.texts, case.given, case.seen or [()] * len(case.texts), strict=True)
     return torch.cat([alone(reference, text, given_images(text, seen))[given - 1 :] for text, given, seen in every])
 

@@ -1,6 +1,7 @@
 """Linear layers that multiply in FP8 (`learner.matmul: fp8`): y = x Wᵀ, dx = g W and dW = gᵀ x.
 
-Factors are cast to e4m3, with one scale for each row or column, along which no product sums.
+Factors are cast to e4m3, with one scale for each row or column, along which no product sums. So x, g and W are cast
+twice, by row and by column.
 """
 
 from collections.abc import Iterator
@@ -101,7 +102,7 @@ def cast_bytes(model: PreTrainedModel) -> tuple[int, int]:
 
 
 def convert(model: PreTrainedModel) -> int:
-    """Have linear layers multiply in FP8; returns their number."""
+    """Have linear layers in the blocks of `model`, on meta, multiply in FP8; returns their number. Raises ConfigError."""
     if problem := why_not(model):
         raise ConfigError([f"{KEY}: {problem}; {REMEDY}"])
     layers = list(layers_of(model))

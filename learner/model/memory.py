@@ -1,4 +1,6 @@
-"""Estimates what a rank's GPU will hold, and the microbatch that fills it, by passes on the meta device."""
+"""Estimates, before weights are loaded, what a rank's GPU will hold and which microbatch fills it, by passes on the
+meta device.
+"""
 
 import logging
 import os
@@ -157,7 +159,9 @@ def memory_budget(
 def budget_in(
     config: Config, available: int | None, shards: int, reference: bool, sends: int, patches: int = 0
 ) -> tuple[Estimate, int]:
-    """Estimate memory and tokens of microbatches. Raises ConfigError if the GPU is too small."""
+    """Estimate a rank's memory and its microbatches' tokens. `available`: bytes, None on CPU. Raises ConfigError if the
+    GPU is too small.
+    """
     wanted, least = config.learner.tokens_per_microbatch, least_microbatch(config, patches)
     sizes = config.model, config.learner, shards, reference, sends, keeps_critic(config)
     expected, share = estimate(*sizes), share_of_batch(config)
@@ -504,6 +508,7 @@ def _decode(empty: PreTrainedModel, context_parallel: int, number: int) -> Tenso
 
 
 def _row_of(model: ModelConfig, learner: LearnerConfig) -> ModelTrace:
+    """Per token of a rank's slice."""
     way = learner.activation_checkpointing
     way = "block" if way in ("auto", "offload") else way
     way = "none" if way == "selective" and learner.compile is True else way
@@ -516,6 +521,7 @@ def _key(model: ModelConfig) -> tuple[str, str]:
 
 @lru_cache(maxsize=16)
 def _traced_row(written: str, config_json: str, context_parallel: int, way: str, compiled: bool) -> ModelTrace:
+    """`config_json` is for the cache's key."""
     model = ModelConfig.model_validate_json(written)
     empty = _trained_on_meta(model)
     width, traced_in = getattr(torch, model.dtype).itemsize, _cast(empty, model)
@@ -588,8 +594,8 @@ def _meta_places() -> Tensor:
 
 
 def _saved(traced: Traced, way: str) -> tuple[int, int]:
-    """For towers, and where backward passes cannot be traced: bytes that a stack keeps, and that one backward pass
-    takes.
+    """For towers, and where backward passes cannot be traced: bytes per token or patch that a stack of blocks keeps,
+    and that one block's backward pass takes.
 
     A recomputed block holds what it would have kept, and gradients of an MLP's two factors, the largest there are.
     """

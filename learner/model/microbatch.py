@@ -85,7 +85,7 @@ class Microbatch:
     tokens: Tensor
     """int64"""
     positions: Tensor
-    """int64; positions of an answer continue its prompt's. With images [4, tokens]: `rope_positions` below."""
+    """int64; positions of an answer continue its prompt's. With images [4, tokens]: `rope_positions` follow."""
     cu_seqlens: Tensor
     """int32 [pieces + 1]"""
     max_seqlen: int

@@ -78,7 +78,9 @@ def small(config: PreTrainedConfig, trusted: bool = False) -> PreTrainedConfig:
 
 
 def _keep_each_kind(text: Any) -> dict[int, dict[str, Any]]:
-    """Keep the first two layers and one of each kind; returns values of single layers."""
+    """Keep the first two layers and one of each kind; returns the values that single layers have in place of the
+    config's.
+    """
     layers, shared = getattr(text, "num_hidden_layers", None), getattr(text, "num_kv_shared_layers", None) or 0
     if not isinstance(layers, int):
         return {}
@@ -161,7 +163,7 @@ def _narrow_pooled_tower(config: Any) -> None:
 
 
 def _shrink_images(config: Any) -> None:
-    """Images get 2 x 2 tokens of as many patches as before."""
+    """Images get 2 x 2 tokens of as many patches as before: no window is shorter."""
     tower = config.vision_config
     merge = max(1, tower.image_size // tower.patch_size // isqrt(config.mm_tokens_per_image))
     config.mm_tokens_per_image, tower.image_size = 4, 2 * merge * tower.patch_size

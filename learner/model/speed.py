@@ -1,4 +1,4 @@
-"""Decides `auto` keys that change the learner's speed, not its results."""
+"""Decides `auto` keys that change the learner's speed, not its results; `memory.py` then uses the rest of the memory."""
 
 import logging
 from collections.abc import Sequence
@@ -56,7 +56,7 @@ def choose(
     sends: int = 0,
     critic: bool = False,
 ) -> int:
-    """Index of the first of `ways` that fits `memory` (None: on CPU), else the last."""
+    """Index of the first of `ways` that fits `memory` bytes of a rank (None: on CPU), else the last."""
     if memory is None:
         return 0
     for index, way in enumerate(ways[:-1]):

@@ -14,7 +14,7 @@ GATHER_BYTES = 512 << 20
 
 
 def unshard(weights: Iterable[Factor], device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and whole weights, scaled, then rounded to `dtype`; in order.
+    """Yield names and whole weights, scaled, then rounded to `dtype`; in order. Weights are sharded by rows.
 
     A collective: all ranks must iterate to the end, and on a GPU keep the current stream. Tensors may share memory:
     only read them.
@@ -33,7 +33,7 @@ def unshard(weights: Iterable[Factor], device: torch.device, dtype: torch.dtype)
 
 
 def _gather(weights: list[Factor], device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Each of n ranks holds ceil(rows / n) rows, the last ranks fewer: they are padded."""
+    """Each of n ranks holds ceil(rows / n) rows, the last ranks fewer or none: they are padded."""
     shards_of = [_sharded(weight.parameter) for weight in weights]
     mesh, placements = shards_of[0].device_mesh, shards_of[0].placements
     shapes = [shard.shape for shard in shards_of]

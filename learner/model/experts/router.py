@@ -31,7 +31,7 @@ class Routing:
 
 
 class Router(nn.Module):
-    """A linear layer with transformers' weight, and a softmax."""
+    """A linear layer with transformers' weight under its name, and a softmax."""
 
     def __init__(self, theirs: Any) -> None:
         super().__init__()
