@@ -14,7 +14,7 @@ from learner.algorithms.inputs import LossInputs
 AGES = (0, 1, 2, 4, 8, 16, 32, 64)
 BUCKETS = ("0", "1", "2-3", "4-7", "8-15", "16-31", "32-63", "64+")
 UNDONE = "undone"
-"""Tokens whose policy a rewind undid."""
+"""The bucket of tokens whose policy a rewind undid."""
 SIGNS = ("positive", "negative")
 BY_SAMPLE = ("sample_log_ratio", "sample_tokens")
 MAX_LOG_WEIGHT = 350.0
@@ -47,7 +47,7 @@ def mismatch_sums(inputs: LossInputs) -> dict[str, Tensor]:
 
 
 def _sequence_sums(log_ratio: Tensor, lengths: Tensor) -> dict[str, Tensor]:
-    """Both arguments: [samples]."""
+    """From sums of log-ratios and numbers of sampled tokens: [samples] each."""
     present = lengths > 0
     weight = torch.where(present, log_ratio.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp(), 0)
     return {

@@ -36,9 +36,9 @@ class LossInputs:
     """A rewind undid versions above the first, up to the second; later policies reuse their numbers."""
     num_prompts: int | None = None
     prompt_tokens: Tensor | None = None
-    """int64: sampled tokens of the group."""
+    """int64: sampled tokens of the token's whole group."""
     sequence_tokens: Tensor | None = None
-    """int64: sampled tokens of the sample. None: counted here, wrong if scattered."""
+    """int64: sampled tokens of the token's sample. None: counted here, wrong if scattered."""
     scattered: bool = False
     """Whether a sample may span microbatches; losses of whole samples then need `sequence_log_ratio`."""
     sequence_log_ratio: Tensor | None = None

@@ -1,4 +1,6 @@
-"""Compares a policy with transformers' eager model, document by document."""
+"""Compares a policy's log-probabilities and gradients with those of transformers' eager model, which computes each
+document alone.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 

@@ -147,7 +147,9 @@ def why_unshared(config: PreTrainedConfig, name: str, device: torch.device, kept
 
 
 def why_no_trees(config: PreTrainedConfig, name: str, device: torch.device, kept: Sequence[str] = ()) -> str | None:
-    """On CPUs sliding windows do not matter: all keys are copied."""
+    """Why attention `name` cannot share longer prefixes; None if it can. On CPUs sliding windows do not matter: all
+    keys of a text are copied.
+    """
     text = config.get_text_config()
     if kept:
         return f"the model has layers that keep a state ({', '.join(kept)})"

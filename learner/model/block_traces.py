@@ -182,7 +182,7 @@ class _Grown(torch.autograd.Function):
 
 
 class _Loss(torch.autograd.Function):
-    """Its gradient by hidden states is one tensor, like the head's."""
+    """A number whose gradient by the hidden states is one tensor, as the head's is."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:

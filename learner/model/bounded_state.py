@@ -83,7 +83,7 @@ def _import_error(package: str) -> str:
 
 @contextmanager
 def replaced(layer: nn.Module, functions: Mapping[str, Function]) -> Iterator[None]:
-    """Replace functions that `layer` calls."""
+    """Within it `layer` calls `functions` in place of those of the same names."""
     code = namespace(layer)
     before = {name: code[name] for name in functions}
     code.update(functions)
@@ -109,9 +109,7 @@ def takes_bounds(layer: nn.Module) -> bool:
 
 
 def within(layer: nn.Module, starts: Tensor) -> dict[str, Function]:
-    """Functions for `replaced` that compute each document alone. `starts`: [documents + 1] int32, from 0 to the row's
-    length.
-    """
+    """Functions for `replaced` that see documents alone. `starts`: [documents + 1] int32, 0 to the row's length."""
     code = namespace(layer)
     convolution, rules = code[CONVOLUTION], {name: code[name] for name in RULES if name in code}
 
@@ -125,7 +123,9 @@ def within(layer: nn.Module, starts: Tensor) -> dict[str, Function]:
 
 
 def convolve(convolution: Function, x: Tensor, weight: Tensor, starts: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Convolve each document alone, with zeros in between: [1, channels, tokens] to the same shape."""
+    """Convolve each document alone, with as many zeros in between as the convolution reaches back: [1, channels,
+    tokens] to the same shape.
+    """
     tokens, back = x.shape[-1], weight.shape[-1] - 1
     position = torch.arange(tokens, device=x.device)
     place = position + back * torch.searchsorted(starts[1:].contiguous(), position, right=True)

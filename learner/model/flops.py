@@ -72,7 +72,7 @@ class Costs:
         return cls(2.0 * products, 2.0 * _passes(head) * head.numel(), 6.0 * width)
 
     def total(self, tokens: float, trainable: float, squares: float) -> float:
-        """`squares`: sum of squared lengths."""
+        """`squares`: q, the sum of squared lengths."""
         return self.per_token * tokens + self.per_trainable * trainable + self.per_pair * squares
 
     @property

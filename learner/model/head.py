@@ -15,8 +15,8 @@ from learner.model.epilogue import Epilogue
 from learner.model.top_tokens import TopGradient, TopTokens, divergence, top_gradient
 
 ChunkLoss = Callable[[Tensor, Tensor, Any], Tensor]
-"""(log-probabilities, entropies, slice or, where several samples train a token, int64 indices) -> loss [], by plain
-autograd.
+"""(log-probabilities, entropies, slice or, where several samples train a token, int64 indices) -> loss [], by
+plain autograd.
 """
 
 

@@ -50,7 +50,7 @@ GIB = 2**30
 SHARE = 0.9
 """Share of GPU memory that `tokens_per_microbatch: auto` fills; CUDA, NCCL and fragmentation take the rest."""
 GATHERED_SHARE = 0.1
-"""`gather: auto` may take this share of GPU memory, or of the microbatch that fills it."""
+"""`gather: auto` takes at most this share of GPU memory, or of the microbatch where that fills the GPU."""
 AUTO_TOKENS_ON_CPU = 8192
 META_TOKENS = 64
 META_ATTENTION = attention.registered("varlen")
@@ -376,7 +376,7 @@ def _in_block(
 
 def _at_head(rank: _Rank, always: dict[str, int], head: int, kept: int, images: dict[str, int]) -> PeakCandidate:
     """The head's gradient in fp32, a chunk's logits, their gradient and a softcap's slope; then the gradient in
-    `model.dtype`. Hidden states are there three times: whole, predicted from, and their gradient.
+    `model.dtype`. Final hidden states are there three times: all, those that are predicted from, and their gradient.
     """
     size, learner, width = rank.size, rank.learner, rank.width
     chunk = chunk_tokens(learner) * size.vocabulary

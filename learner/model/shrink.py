@@ -78,9 +78,7 @@ def small(config: PreTrainedConfig, trusted: bool = False) -> PreTrainedConfig:
 
 
 def _keep_each_kind(text: Any) -> dict[int, dict[str, Any]]:
-    """Keep the first two layers and one of each kind; returns the values that single layers have in place of the
-    config's.
-    """
+    """Keep the first two layers and one of each kind; returns values of single layers that replace the config's."""
     layers, shared = getattr(text, "num_hidden_layers", None), getattr(text, "num_kv_shared_layers", None) or 0
     if not isinstance(layers, int):
         return {}

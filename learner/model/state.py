@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 KEEPS_STATE = re.compile(
     r"(GatedDeltaNet|DeltaAttention|ShortConv|Mamba2?Mixer|MambaLayer|BambaMixer|FalconH1Mixer|RecurrentBlock)$"
 )
-"""Ends of transformers' names of such layers."""
+"""Ends of transformers' class names of such layers."""
 KERNELS = ("fla", "causal_conv1d", "mamba_ssm")
 """Packages whose kernels transformers takes for such layers, if installed."""
 PADDED = 1.25

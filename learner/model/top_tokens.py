@@ -1,8 +1,8 @@
 """The policy's divergence from a teacher's k most probable tokens, and its gradient at the logits (docs/teachers.md).
 
-With p of the policy, q of the teacher and t all other tokens as one: D = sum p log(p/q) + p_t log(p_t/q_t), the reverse
-KL over k + 1 outcomes (MiniLLM, arXiv:2306.08543), with one outcome for all other tokens as in verl's
-`forward_kl_topk_tail`.
+With p the policy's probabilities of the k tokens, q the teacher's, and t all other tokens as one: D = sum p log(p/q) +
+p_t log(p_t/q_t), the reverse KL over k + 1 outcomes (MiniLLM, arXiv:2306.08543), with one outcome for all other tokens
+as in verl's `forward_kl_topk_tail`.
 """
 
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ LEAST_TAIL = 1e-6
 
 @dataclass(frozen=True)
 class TopTokens:
-    """What teachers gave. No tuple: FSDP would cast its tensors to `model.dtype`.
+    """What teachers gave for some tokens. No tuple: FSDP would cast its tensors to `model.dtype`.
 
     Example: one token, k = 2: `ids` [[7, 3]], `logprobs` [[-0.1, -2.5]], `weights` [0.01].
     """

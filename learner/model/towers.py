@@ -136,7 +136,8 @@ class GridTower:
 class PooledTower:
     """Gemma 3's tower and projector, for images of one size.
 
-    Patches come token by token: a token's features are the mean of successive patches.
+    Patches come token by token, because order changes only their positions: a token's features are the mean of
+    successive patches.
     """
 
     def __init__(self, parts: TowerParts, config: Any, attention: str) -> None:

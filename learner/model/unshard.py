@@ -1,4 +1,4 @@
-"""Gathers whole weights, many at once: `DTensor.full_tensor` takes a price for each."""
+"""Gathers whole weights, many with one all-gather: `DTensor.full_tensor` gathers them singly, at a price for each."""
 
 from collections.abc import Iterable, Iterator
 

@@ -15,7 +15,7 @@ FIGURES = 3
 
 
 class Routing:
-    """A row's inputs of routers.
+    """What routers are given of a row.
 
     `counted`: bool [tokens], for the tally. `routes`: integers [layers, tokens, k]; None: the router chooses. `tally`:
     float32 [layers, experts + FIGURES], written, not added to, so recomputation changes nothing. No dataclass: FSDP
@@ -41,7 +41,7 @@ class Router(nn.Module):
         self.routing: Routing | None = None
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits [tokens, experts] float32; weights and ids of experts: [tokens, k] float32 and int64.
+        """Logits [tokens, experts] float32; weights and ids of the experts taken: [tokens, k] float32 and int64.
 
         Weights come from differences of logits, so that none is 0 / 0.
         """
@@ -57,9 +57,9 @@ class Router(nn.Module):
 
 
 def tallied(logits: Tensor, ids: Tensor, own: Tensor, counted: Tensor) -> Tensor:
-    """Loads of experts, then the FIGURES: [experts + FIGURES] float32.
+    """How often each expert is taken, then the FIGURES: [experts + FIGURES] float32.
 
-    `own` [tokens, k]: what the router would choose.
+    `own` [tokens, k]: the experts that the router would choose.
     """
     counts, share = counted.float(), logits.float().softmax(-1)
     taken = counts.new_zeros(logits.shape[-1]).index_add(0, ids.flatten(), counts.repeat_interleave(ids.shape[-1]))

@@ -1,6 +1,6 @@
 """Attention in plain arithmetic for any device, the only kernel with a softcap.
 
-It takes one sequence after another, and waits for the GPU, because it reads their bounds.
+It is slow: it takes one sequence after another, and waits for the GPU, because it reads the bounds of the sequences.
 """
 
 from collections.abc import Iterator
