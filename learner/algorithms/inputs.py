@@ -29,6 +29,7 @@ class LossInputs:
     reference: Tensor | None = None
     """float, of the frozen initial model."""
     entropy: Tensor | None = None
+    """float, of the learner."""
     versions: Tensor | None = None
     """int: version that sampled the token."""
     version: int = 0
@@ -65,7 +66,7 @@ class LossInputs:
         return replace(self, **{name: value.clone() for name, value in values if isinstance(value, Tensor)})  # type: ignore[arg-type]
 
     def per_sequence(self, values: Tensor) -> Tensor:
-        """Sums over each sequence's sampled tokens: [sequences or more]. No device sync."""
+        """Sums of `values` [tokens] over each sequence's sampled tokens: [sequences or more]. No device sync."""
         size = max(values.numel(), self.num_sequences)
         values = torch.where(self.sampled, values, 0)
         return values.new_zeros(size).index_add(0, self.sequence, values)

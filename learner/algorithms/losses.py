@@ -96,6 +96,7 @@ def reinforce(inputs: LossInputs, config: AlgorithmConfig) -> TokenLosses:
 
 
 def _clipped(rho: Tensor, advantages: Tensor, config: AlgorithmConfig) -> TokenLosses:
+    """PPO's surrogate, and where its gradient is 0."""
     loss = torch.maximum(-advantages * rho, -advantages * rho.clamp(1 - config.clip_low, 1 + config.clip_high))
     masked = ((advantages > 0) & (rho > 1 + config.clip_high)) | ((advantages < 0) & (rho < 1 - config.clip_low))
     if config.dual_clip is not None:

@@ -72,6 +72,7 @@ def check_advantage(config: AlgorithmConfig) -> None:
 
 
 def rewards_of(values: Sequence[float]) -> Tensor:
+    """Rewards as a batch has them: [samples] float64."""
     return torch.tensor(values, dtype=torch.float64)
 
 

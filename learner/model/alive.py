@@ -69,8 +69,8 @@ class Alive(TorchDispatchMode):
 
 
 def _workspace(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """Attention's backward kernels also hold float32 gradients of queries and, for shared heads of keys, gradients for
-    each head of queries.
+    """Bytes that attention's backward kernels hold besides: float32 gradients of queries and, for shared heads of keys,
+    gradients of keys and values for each head of queries.
     """
     shared = 2 * q.nbytes if k.shape[1] < q.shape[1] else 0
     return 4 * q.numel() + shared

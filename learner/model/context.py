@@ -51,7 +51,9 @@ def planned(size: int) -> str:
 
 
 def gathered(q: Tensor, k: Tensor, v: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """[slice, heads, head_dim] -> [row, own heads, head_dim]. Raises ConfigError if ranks cannot share the heads."""
+    """[tokens of the slice, heads, head_dim] -> [tokens of the row, own heads, head_dim]. Raises ConfigError if the
+    ranks cannot share the heads.
+    """
     size, _ = size_and_rank(name)
     if problem := why_not(q.shape[1], k.shape[1], size):
         raise ConfigError([f"learner.context_parallel: {problem}; {REMEDY}"])
@@ -174,7 +176,7 @@ class _Whole(torch.autograd.Function):
 
 
 def check_same(digest: int, name: str) -> None:
-    """Raise RuntimeError unless the group agrees on `digest`."""
+    """Raise RuntimeError unless all ranks of the group have the same `digest`."""
     own = GROUPS[name]
     both = torch.tensor([digest, -digest])
     dist.all_reduce(both, dist.ReduceOp.MAX, group=own.group)

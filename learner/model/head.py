@@ -15,8 +15,8 @@ from learner.model.epilogue import Epilogue
 from learner.model.top_tokens import TopGradient, TopTokens, divergence, top_gradient
 
 ChunkLoss = Callable[[Tensor, Tensor, Any], Tensor]
-"""(log-probabilities, entropies, slice or, where several samples train a token, int64 indices) -> loss [], by
-plain autograd.
+"""(log-probabilities, entropies, slice or, where several samples train a token, int64 indices) -> loss [], by plain
+autograd.
 """
 
 
@@ -44,6 +44,7 @@ class HeadOptions(NamedTuple):
     chunk_size: int = 1024
     """Tokens whose logits exist at a time."""
     entropy_gradient: bool = False
+    """Whether the gradient goes through the entropies too."""
     epilogue: Epilogue = Epilogue()
 
     @property

@@ -190,7 +190,7 @@ def budget_in(
 
 
 def host_bytes(model: ModelConfig, learner: LearnerConfig, tokens: int) -> int:
-    """A rank's pinned memory for `activation_checkpointing: offload`."""
+    """A rank's pinned memory with microbatches of `tokens`, for `activation_checkpointing: offload`."""
     if learner.activation_checkpointing != "offload":
         return 0
     size = sizes_of(model)
@@ -495,6 +495,7 @@ def _cast(empty: PreTrainedModel, model: ModelConfig) -> torch.dtype:
 
 
 def _decode(empty: PreTrainedModel, context_parallel: int, number: int) -> Tensor:
+    """Final hidden states of a row of `number` tokens."""
     tokens = torch.zeros(1, number, dtype=torch.int64, device="meta")
     given: dict[str, Any] = {"input_ids": tokens, "position_ids": tokens, "use_cache": False}
     given |= {"cu_seq_lens_q": _meta_places(), "max_length_q": number}
@@ -554,6 +555,7 @@ def _rough_row(model: ModelConfig, context_parallel: int, way: str) -> ModelTrac
 
 
 def _trained_on_meta(model: ModelConfig) -> PreTrainedModel:
+    """The model as a policy has it, on meta in fp32."""
     empty = build_on_meta(model, META_ATTENTION)
     if model.lora:
         adapt(empty, model.lora, getattr(torch, model.dtype))

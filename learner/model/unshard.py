@@ -1,4 +1,6 @@
-"""Gathers whole weights, many with one all-gather: `DTensor.full_tensor` gathers them singly, at a price for each."""
+"""Gathers whole weights from the ranks that share a copy of the model, many with one all-gather: `DTensor.full_tensor`
+gathers them singly, at a price for each.
+"""
 
 from collections.abc import Iterable, Iterator
 
@@ -17,7 +19,7 @@ def unshard(weights: Iterable[Factor], device: torch.device, dtype: torch.dtype)
     """Yield names and whole weights, scaled, then rounded to `dtype`; in order. Weights are sharded by rows.
 
     A collective: all ranks must iterate to the end, and on a GPU keep the current stream. Tensors may share memory:
-    only read them.
+    copy them, or only read them.
     """
     together: list[Factor] = []
     gathered = 0

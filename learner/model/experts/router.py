@@ -19,7 +19,7 @@ class Routing:
 
     `counted`: bool [tokens], for the tally. `routes`: integers [layers, tokens, k]; None: the router chooses. `tally`:
     float32 [layers, experts + FIGURES], written, not added to, so recomputation changes nothing. No dataclass: FSDP
-    would cast it.
+    would hand over a copy, in the model's dtype.
     """
 
     def __init__(self, counted: Tensor, routes: Tensor | None, tally: Tensor | None) -> None:
