@@ -9,7 +9,7 @@ from torch import Tensor
 class Advantage(Protocol):
     """An entry of `ADVANTAGES`; takes the whole batch.
 
-    `rewards` [samples] float; `groups` [samples] int64; `lengths` [samples]: sampled tokens, None if equal.
+    `rewards` [samples] float; `groups` [samples] int64; `lengths` [samples]: sampled tokens, None if all are equal.
     Returns [samples], detached.
     """
 
@@ -70,13 +70,16 @@ def turn_returns(rewards: Tensor, samples: Tensor, discount: float) -> Tensor:
 
 
 def soft_overlong(rewards: Tensor, lengths: Tensor, max_tokens: int, buffer: int, factor: float) -> Tensor:
-    """Rewards minus a penalty that grows to `factor` over the last `buffer` tokens (DAPO, arXiv:2503.14476)."""
+    """Rewards minus a penalty that grows to `factor` over the last `buffer` tokens (DAPO, arXiv:2503.14476).
+
+    `lengths` [samples], of whole groups: penalties enter the group's baseline.
+    """
     excess = (lengths.to(rewards.dtype) - (max_tokens - buffer)) / buffer
     return rewards - factor * excess.clamp(0, 1)
 
 
 def mask_overlong(advantages: Tensor, truncated: Tensor) -> Tensor:
-    """0 for truncated samples, which stay in the baseline and all denominators (DAPO)."""
+    """0 for `truncated` [samples] bool, which stay in the baseline and all denominators (DAPO)."""
     return torch.where(truncated, 0, advantages)
 
 

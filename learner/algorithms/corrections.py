@@ -1,4 +1,4 @@
-"""Corrections for stale or mismatched tokens: [tokens]."""
+"""Corrections for stale or mismatched tokens, on packed [tokens] tensors."""
 
 import torch
 from torch import Tensor
@@ -10,12 +10,12 @@ MAX_LOG_RATIO = 20.0
 
 
 def ratio(new: Tensor, old: Tensor) -> Tensor:
-    """exp(new - old), clamped."""
+    """exp(new - old), with gradient to `new` where not clamped."""
     return (new - old).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
 
 
 def outside_trust_region(inputs: LossInputs, low: float | None, high: float | None) -> Tensor:
-    """Whether pi - mu > high for A > 0, or mu - pi > low for A < 0 (DPPO, arXiv:2602.04879). None: no bound."""
+    """Where pi - mu > high for A > 0, or mu - pi > low for A < 0 (DPPO, arXiv:2602.04879). None: no bound."""
     moved = inputs.policy_logprobs.detach().exp() - inputs.behaviour.exp()
     outside = torch.zeros_like(moved, dtype=torch.bool)
     if high is not None:
@@ -33,9 +33,10 @@ def off_policy_sequences(inputs: LossInputs, delta: float | None) -> Tensor:
 
 
 def log_linear_proximal(inputs: LossInputs) -> Tensor:
-    """Proximal log-probability without a forward pass (A-3PO, arXiv:2512.06547).
+    """Proximal log-probability between behaviour and learner, without a forward pass (A-3PO, arXiv:2512.06547).
 
-    log prox = log mu + alpha (log pi - log mu), alpha = (v - 1 - v_mu) / (v - v_mu).
+    log prox = log mu + alpha (log pi - log mu), alpha = (v - 1 - v_mu) / (v - v_mu) in [0, 1]. Raises ValueError
+    without versions.
     """
     if inputs.versions is None:
         raise ValueError("algorithm.proximal is loglinear, but LossInputs has no versions")
@@ -45,7 +46,7 @@ def log_linear_proximal(inputs: LossInputs) -> Tensor:
 
 
 def behaviour_weight(proximal: Tensor, behaviour: Tensor, mode: str, cap: float | None) -> tuple[Tensor, Tensor]:
-    """prox/mu, clamped to `cap` in mode clamp; and where it exceeds `cap`."""
+    """Weight prox/mu of decoupled PPO, detached, clamped to `cap` if `mode` is clamp; and where it exceeds `cap`."""
     weight = ratio(proximal, behaviour).detach()
     if cap is None:
         return weight, torch.zeros_like(weight, dtype=torch.bool)
@@ -59,16 +60,17 @@ def tapered_weight(inputs: LossInputs, positive: Tensor) -> tuple[Tensor, Tensor
 
 
 def m2_squares(inputs: LossInputs) -> Tensor:
-    """Squared log-ratios of tokens that moved in the advantage's direction, else inf: [tokens] float.
+    """Squared log-ratios of the tokens that M2PO may drop: [tokens] float.
 
-    A boolean selection would synchronise with the GPU.
+    These are tokens whose ratio moved in the advantage's direction; others get inf, because a boolean selection would
+    synchronise with the GPU.
     """
     log_ratio = inputs.log_ratio.detach()
     return torch.where(inputs.advantages * log_ratio > 0, log_ratio**2, torch.inf)
 
 
 def m2_limit(squares: Tensor, budget: float) -> Tensor:
-    """Smallest squared log-ratio that is dropped, else inf: [] float (M2PO, arXiv:2510.01161 Algorithm 1).
+    """Smallest squared log-ratio that is dropped, inf if none: [] float (M2PO, arXiv:2510.01161 Algorithm 1).
 
     Drops all of several equal values, so that their order does not matter.
     """

@@ -14,7 +14,7 @@ from learner.algorithms.inputs import LossInputs
 AGES = (0, 1, 2, 4, 8, 16, 32, 64)
 BUCKETS = ("0", "1", "2-3", "4-7", "8-15", "16-31", "32-63", "64+")
 UNDONE = "undone"
-"""Tokens whose policy a rewind undid."""
+"""The bucket of tokens whose policy a rewind undid."""
 SIGNS = ("positive", "negative")
 BY_SAMPLE = ("sample_log_ratio", "sample_tokens")
 MAX_LOG_WEIGHT = 350.0
@@ -24,7 +24,7 @@ MAX_LOG_WEIGHT = 350.0
 def mismatch_sums(inputs: LossInputs) -> dict[str, Tensor]:
     """Divergence of learner and behaviour policy, by age; sums of importance weights.
 
-    x = log pi - log mu; k1 = -x, k3 = e^x - 1 - x (Schulman), m2 = x^2 (M2PO).
+    x = log pi - log mu; k1 = -x, k3 = e^x - 1 - x (Schulman's estimators of KL(mu | pi)), m2 = x^2 (M2PO).
     """
     log_ratio = inputs.log_ratio.detach().double()
     sampled = inputs.sampled.double()
@@ -47,7 +47,7 @@ def mismatch_sums(inputs: LossInputs) -> dict[str, Tensor]:
 
 
 def _sequence_sums(log_ratio: Tensor, lengths: Tensor) -> dict[str, Tensor]:
-    """Both arguments: [samples]."""
+    """From sums of log-ratios and numbers of sampled tokens: [samples] each."""
     present = lengths > 0
     weight = torch.where(present, log_ratio.clamp(-MAX_LOG_WEIGHT, MAX_LOG_WEIGHT).exp(), 0)
     return {
@@ -90,7 +90,7 @@ def per_sample_sums(numbers: Mapping[str, Sequence[int]], device: torch.device) 
 
 
 def sample_metrics(rewards: Tensor, groups: Tensor, lengths: Tensor, truncated: Tensor) -> dict[str, float]:
-    """Metrics of the whole batch. A sample with reward 1 solves its group."""
+    """Metrics of the whole batch from [samples] each. A sample with reward 1 solves its group."""
     solved = [rewards[groups == group] >= 1 for group in groups.unique()]
     rewards, lengths = rewards.double(), lengths.double()
     metrics = {

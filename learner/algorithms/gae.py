@@ -1,10 +1,12 @@
 """Generalised advantage estimation over turns (GAE, arXiv:1506.02438; docs/critic.md), and the critic's loss.
 
-With V(s) the critic's value, s_k the state in which turn k begins and r_k its reward, the return of turn k is
+Gamma and lambda discount turns, never the tokens of one. With V(s) the critic's value, s_k the state in which turn k
+begins and r_k its reward, the return of turn k is
 
     G_k = r_k + gamma ((1 - lambda) V(s_(k+1)) + lambda G_(k+1))
 
-The last turn has G = r, or r + V(state after its last token) if the sample is truncated.
+and the advantage of each of its tokens is G_k - V(state before the token). The last turn has G = r, or r + V(state
+after its last token) if the sample is truncated.
 """
 
 import math
@@ -20,7 +22,8 @@ def turn_targets(
 ) -> Tensor:
     """G_k of each turn: [turns] float64. Arguments are [turns], in order.
 
-    `begins`, `ends`: values before a turn's first token and after its last.
+    `samples` int64: the sample of each turn. `begins`, `ends` float: values before a turn's first token and after its
+    last. `truncated` bool: its sample was cut off.
     """
     targets, sample, behind = list[float](), -1, 0.0
     columns = (column.tolist() for column in (rewards, samples, begins.double(), ends.double(), truncated))

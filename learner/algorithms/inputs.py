@@ -29,6 +29,7 @@ class LossInputs:
     reference: Tensor | None = None
     """float, of the frozen initial model."""
     entropy: Tensor | None = None
+    """float, of the learner."""
     versions: Tensor | None = None
     """int: version that sampled the token."""
     version: int = 0
@@ -36,9 +37,9 @@ class LossInputs:
     """A rewind undid versions above the first, up to the second; later policies reuse their numbers."""
     num_prompts: int | None = None
     prompt_tokens: Tensor | None = None
-    """int64: sampled tokens of the group."""
+    """int64: sampled tokens of the token's whole group."""
     sequence_tokens: Tensor | None = None
-    """int64: sampled tokens of the sample. None: counted here, wrong if scattered."""
+    """int64: sampled tokens of the token's sample. None: counted here, wrong if scattered."""
     scattered: bool = False
     """Whether a sample may span microbatches; losses of whole samples then need `sequence_log_ratio`."""
     sequence_log_ratio: Tensor | None = None
@@ -65,7 +66,7 @@ class LossInputs:
         return replace(self, **{name: value.clone() for name, value in values if isinstance(value, Tensor)})  # type: ignore[arg-type]
 
     def per_sequence(self, values: Tensor) -> Tensor:
-        """Sums over each sequence's sampled tokens: [sequences or more]. No device sync."""
+        """Sums of `values` [tokens] over each sequence's sampled tokens: [sequences or more]. No device sync."""
         size = max(values.numel(), self.num_sequences)
         values = torch.where(self.sampled, values, 0)
         return values.new_zeros(size).index_add(0, self.sequence, values)
@@ -109,7 +110,7 @@ def aggregation_weights(inputs: LossInputs, aggregation: str, constant_length: i
     """Weights of token losses in the batch's loss: [tokens].
 
     token: 1/N (DAPO). sequence: 1/(S |y|) (GRPO). prompt: 1/(P tokens of the group) (ScaleRL). constant: 1/(S L) (Dr.
-    GRPO). Counts include masked tokens.
+    GRPO). Counts include masked tokens. Raises ValueError for a missing one.
     """
     ones = torch.ones_like(inputs.policy_logprobs)
     if aggregation == "token":

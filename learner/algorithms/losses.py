@@ -28,14 +28,14 @@ class TokenLosses(NamedTuple):
 
 
 def dppo(inputs: LossInputs, config: AlgorithmConfig) -> TokenLosses:
-    """-keep sg(min(rho, cap)) A log pi: CISPO in DPPO's trust region (arXiv:2602.04879)."""
+    """-keep sg(min(rho, cap)) A log pi: CISPO in DPPO's one-sided total-variation trust region (arXiv:2602.04879)."""
     loss, _, capped = cispo(inputs, config)
     masked = corrections.outside_trust_region(inputs, config.tv_low, config.tv_high)
     return TokenLosses(torch.where(masked, 0, loss), masked, capped & ~masked)
 
 
 def cispo(inputs: LossInputs, config: AlgorithmConfig) -> TokenLosses:
-    """-sg(min(rho, cap)) A log pi (MiniMax-M1, arXiv:2506.13585; no lower bound, as AIPO and ScaleRL)."""
+    """-sg(min(rho, cap)) A log pi (MiniMax-M1, arXiv:2506.13585; no lower bound, as LlamaRL's AIPO and ScaleRL)."""
     rho = corrections.ratio(inputs.policy_logprobs, inputs.behaviour).detach()
     loss = -rho.clamp(max=config.is_cap) * inputs.advantages * inputs.policy_logprobs
     return TokenLosses(loss, _none(loss), rho > config.is_cap)
@@ -96,6 +96,7 @@ def reinforce(inputs: LossInputs, config: AlgorithmConfig) -> TokenLosses:
 
 
 def _clipped(rho: Tensor, advantages: Tensor, config: AlgorithmConfig) -> TokenLosses:
+    """PPO's surrogate, and where its gradient is 0."""
     loss = torch.maximum(-advantages * rho, -advantages * rho.clamp(1 - config.clip_low, 1 + config.clip_high))
     masked = ((advantages > 0) & (rho > 1 + config.clip_high)) | ((advantages < 0) & (rho < 1 - config.clip_low))
     if config.dual_clip is not None:
@@ -110,7 +111,7 @@ def _none(like: Tensor) -> Tensor:
 
 
 def _penalties(inputs: LossInputs, config: AlgorithmConfig) -> dict[str, Tensor]:
-    """Terms of each token's loss, masked or not: [tokens] each."""
+    """Terms of each token's loss, masked or not: [tokens] each. Raises ValueError for a missing input."""
     terms: dict[str, Tensor] = {}
     if config.behaviour_kl > 0:
         terms["behaviour_kl"] = config.behaviour_kl * inputs.log_ratio**2  # pulls towards the data (prime-rl)
@@ -170,7 +171,7 @@ def is_tokenwise(config: AlgorithmConfig) -> bool:
 
 
 def needs_first_pass(config: AlgorithmConfig) -> bool:
-    """Whether the loss needs the whole batch's log-probabilities first."""
+    """Whether the loss needs log-probabilities of the whole batch before the pass that it differentiates."""
     return config.loss == "m2po"
 
 

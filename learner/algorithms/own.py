@@ -74,7 +74,7 @@ class OwnAdvantage:
 
 
 def spread(rewards: Tensor) -> str:
-    """The rewards of a group without finite advantages, and a remedy."""
+    """Describe the rewards of a group whose advantages are not finite, with a remedy."""
     least, most = float(rewards.min()), float(rewards.max())
     if least == most:
         return f"of a group whose rewards are all {least:g}; divide by no spread without adding a small number to it"

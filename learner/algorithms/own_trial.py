@@ -38,7 +38,7 @@ Part = tuple[Tensor, LossInputs]
 
 
 def check_own(config: AlgorithmConfig, answer: int, has_segments: bool) -> Iterator[str]:
-    """Yield a line for each trial. Raises ConfigError.
+    """Yield a line for each trial. Raises ConfigError for what is refused.
 
     `has_segments`: a sample may span microbatches.
     """
@@ -72,6 +72,7 @@ def check_advantage(config: AlgorithmConfig) -> None:
 
 
 def rewards_of(values: Sequence[float]) -> Tensor:
+    """Rewards as a batch has them: [samples] float64."""
     return torch.tensor(values, dtype=torch.float64)
 
 
@@ -102,7 +103,9 @@ def not_added(what: str, total: Tensor, value: Tensor) -> str:
 
 
 def backward(config: AlgorithmConfig, loss: Loss, parts: Sequence[Part]) -> tuple[Tensor, Tensor]:
-    """Summed loss of the parts, and its gradient: [], [tokens]."""
+    """Summed loss of the parts, and its gradient: [], [tokens]. Raises ValueError if either is not finite or the
+    gradient is zero.
+    """
     total, gradient = torch.zeros(()), torch.zeros(sum(LENGTHS) + len(LENGTHS))
     for tokens, inputs in parts:
         leaf = inputs.policy_logprobs.clone().requires_grad_()

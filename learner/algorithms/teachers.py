@@ -1,7 +1,8 @@
-"""What a teacher adds to each token's advantage, and its metrics (docs/teachers.md).
+"""On-policy distillation: what a teacher adds to each token's advantage, and its metrics (docs/teachers.md).
 
 A gains weight (log q - log mu), with teacher q and behaviour policy mu. The mean of log mu - log q over sampled tokens
-is an unbiased estimate of their reverse KL (arXiv:2306.13649).
+is an unbiased estimate of the reverse KL of mu to q (arXiv:2306.13649; Thinking Machines, On-Policy Distillation,
+2025).
 """
 
 from collections.abc import Collection, Iterable, Mapping

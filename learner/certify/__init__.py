@@ -1,1 +1,3 @@
-"""Certificates (docs/models.md): small copies of models are compared with transformers on the CPU."""
+"""Certificates (docs/models.md): a small copy of a model is trained and pushed, and compared with transformers in
+float32 on the CPU.
+"""

@@ -166,7 +166,7 @@ def read_reference(model: ModelConfig) -> PreTrainedModel:
 
 
 def compare_ranks(what: str, model: ModelConfig, reference: PreTrainedModel, case: Case, pair: Pair) -> Sequence[Check]:
-    """Compare what two ranks compute of half of the documents each."""
+    """Compare what two ranks compute of half of the documents each, and their summed gradients."""
     weights = coefficients(case).numpy()
     ends = np.cumsum([len(text) - 1 for text in case.texts])[:-1]
     seen = case.seen or [()] * len(case.texts)
@@ -177,7 +177,7 @@ def compare_ranks(what: str, model: ModelConfig, reference: PreTrainedModel, cas
 
 
 def compare_split(model: ModelConfig, reference: PreTrainedModel, case: Case, pair: Pair) -> Sequence[Check]:
-    """Compare what two ranks compute of a row that they share."""
+    """Compare what two ranks compute of a row that they share, each with half of its tokens."""
     row, ends = case.row, case.row.cu_seqlens[1:-1].tolist()
     pieces = np.split(row.tokens.numpy(), ends)
     scored = [int(each.sum()) for each in np.split(row.sampled.numpy(), ends)]

@@ -1,4 +1,6 @@
-"""Compares a policy with transformers' eager model, document by document."""
+"""Compares a policy's log-probabilities and gradients with those of transformers' eager model, which computes each
+document alone.
+"""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -63,7 +65,7 @@ def gradients(reference: PreTrainedModel, case: Case) -> dict[str, Tensor]:
 
 
 def gradients_of(policy: Policy) -> dict[str, Tensor]:
-    """A collective."""
+    """The whole gradients. A collective."""
     found = ((name, x.grad) for name, x in policy.model.named_parameters() if x.grad is not None)
     return {name: grad.full_tensor() if isinstance(grad, DTensor) else grad for name, grad in found}
 
@@ -86,7 +88,7 @@ def judge_gradients(what: str, ours: Gradients, theirs: Gradients, model: nn.Mod
 
 
 def expected(reference: PreTrainedModel, case: Case) -> Tensor:
-    """transformers' log-probabilities: [scored]."""
+    """transformers' log-probabilities of a row's scored tokens: [scored]."""
     every = zip(case.texts, case.given, case.seen or [()] * len(case.texts), strict=True)
     return torch.cat([alone(reference, text, given_images(text, seen))[given - 1 :] for text, given, seen in every])
 

@@ -1,6 +1,6 @@
 """Has a certificate made in forked processes, and keeps it in the run's folder.
 
-Call it before this process computes: a fork must not find torch's threads.
+Call it before this process computes with torch: a forked process must not find a pool of threads.
 """
 
 import json

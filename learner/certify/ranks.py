@@ -1,4 +1,4 @@
-"""Two ranks that shard a model: each computes half of the documents, both the gradient.
+"""Two ranks that shard a model: each computes half of the documents, and both compute the gradient.
 
 An error of one rank ends both; the next question starts two others.
 """

@@ -17,7 +17,7 @@ SHARED = ((9, (4, 1, 6), (11,)), (2 * WINDOW + 5, (WINDOW + 6, 3 * WINDOW + 2, 3
 
 
 class Case(NamedTuple):
-    """A packed row, and its documents alone."""
+    """A packed row, and its documents as a model sees each alone."""
 
     what: str
     row: Microbatch

@@ -69,15 +69,17 @@ class Alive(TorchDispatchMode):
 
 
 def _workspace(q: Tensor, k: Tensor, v: Tensor) -> int:
-    """Attention's backward kernels also hold float32 gradients of queries and, for shared heads of keys, gradients for
-    each head of queries.
+    """Bytes that attention's backward kernels hold besides: float32 gradients of queries and, for shared heads of keys,
+    gradients of keys and values for each head of queries.
     """
     shared = 2 * q.nbytes if k.shape[1] < q.shape[1] else 0
     return 4 * q.numel() + shared
 
 
 def lines(short: Sequence[int], long: Sequence[int], tokens: int) -> list[Line]:
-    """Levels with `tokens` and twice as many, as lines; only those that are highest somewhere."""
+    """Lines over tokens through the levels of the same moments with `tokens` and with twice as many; only those that
+    are highest somewhere.
+    """
     if len(short) != len(long):  # some code loops over tokens
         short, long = [max(short)], [max(long)]
     slopes = ((b - a) / tokens for a, b in zip(short, long, strict=True))
@@ -85,7 +87,7 @@ def lines(short: Sequence[int], long: Sequence[int], tokens: int) -> list[Line]:
 
 
 def highest(found: Iterable[Line]) -> list[Line]:
-    """The upper envelope by rising slope."""
+    """The upper envelope for 0 or more tokens, by rising slope."""
     envelope: list[Line] = []
     for line in sorted(found, key=lambda line: (line.per_token, line.fixed)):
         while envelope and (line.fixed >= envelope[-1].fixed or _hidden(envelope, line)):

@@ -1,5 +1,7 @@
 """Variable-length attention over packed documents, registered with transformers under names for which it builds no
-mask.
+[tokens, tokens] mask.
+
+The bounds of documents are arguments of the model's forward pass, or come from the block around a layer (`bounds.py`).
 """
 
 import importlib
@@ -59,7 +61,7 @@ def of_tower(name: str) -> str:
 
 
 def choose(wanted: str, device: torch.device, dtype: torch.dtype, config: PreTrainedConfig | None = None) -> str:
-    """Take `wanted`, or for `auto` the first that works. Raises ConfigError.
+    """Take `wanted`, or for `auto` the first that works here and, with `config`, for this model. Raises ConfigError.
 
     A `device` without an index must not be touched yet: no kernel is loaded.
     """
@@ -145,7 +147,9 @@ def why_unshared(config: PreTrainedConfig, name: str, device: torch.device, kept
 
 
 def why_no_trees(config: PreTrainedConfig, name: str, device: torch.device, kept: Sequence[str] = ()) -> str | None:
-    """On CPUs sliding windows do not matter: all keys are copied."""
+    """Why attention `name` cannot share longer prefixes; None if it can. On CPUs sliding windows do not matter: all
+    keys of a text are copied.
+    """
     text = config.get_text_config()
     if kept:
         return f"the model has layers that keep a state ({', '.join(kept)})"

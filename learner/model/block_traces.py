@@ -1,4 +1,7 @@
-"""What one block's passes hold, traced on the meta device without the other blocks."""
+"""What one block's forward and backward pass hold, traced on the meta device without the other blocks.
+
+Tracing shows what torch computes eagerly, so compiled blocks are estimated (`compiled_trace.py`).
+"""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,7 +18,7 @@ from learner.model.compiled_trace import Flow
 from learner.model.loading import blocks
 
 TOKENS = 1024
-"""Length of the shorter of two traced rows."""
+"""Length of the shorter of two traced rows; the other is twice as long."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class ModelTrace:
 
 
 def trace_model(empty: PreTrainedModel, decode: Callable[[int], Tensor]) -> ModelTrace:
-    """Trace each kind of block. `decode`: number of tokens -> final hidden states."""
+    """Trace each kind of block of `empty`, on meta. `decode`: number of tokens -> final hidden states."""
     every, traced = blocks(empty), dict[Any, BlockTrace]()
     ends = _Run.of(empty, decode, None)
     for number, block in enumerate(every):
@@ -53,7 +56,9 @@ def trace_model(empty: PreTrainedModel, decode: Callable[[int], Tensor]) -> Mode
 
 
 def trace_compiled(empty: PreTrainedModel, decode: Callable[[int], Tensor], recomputed: bool) -> ModelTrace:
-    """`trace_model` for compiled blocks. `recomputed`: only a block's input is kept."""
+    """`trace_model` for compiled blocks. `recomputed`: only a block's input is kept; `empty` then recomputes too, for
+    layers that keep a state are not compiled.
+    """
     every, traced = blocks(empty), dict[Any, BlockTrace]()
     ends = _Run.of(empty, decode, None)
     for number, block in enumerate(every):
@@ -129,7 +134,7 @@ class _Passes:
 
     @property
     def within(self) -> list[int]:
-        """Levels until the gradient of the block's input."""
+        """Levels from the block's start to the gradient of its input."""
         return self._alive.levels[self._begin : self._end]
 
     def run(self, decode: Callable[[int], Tensor], tokens: int) -> None:
@@ -177,7 +182,7 @@ class _Grown(torch.autograd.Function):
 
 
 class _Loss(torch.autograd.Function):
-    """Its gradient by hidden states is one tensor, like the head's."""
+    """A number whose gradient by the hidden states is one tensor, as the head's is."""
 
     @staticmethod
     def forward(ctx: Any, hidden: Tensor) -> Tensor:

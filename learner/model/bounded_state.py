@@ -1,6 +1,8 @@
 """Layers with a state whose kernels know the bounds of documents: a packed row is one call.
 
-No CPU runs these kernels, so `check` compares the first row on a GPU.
+A delta rule needs a kernel with `cu_seqlens`, as flash-linear-attention has for GPUs; a short convolution gets zeros
+between documents (`convolve`). `state.py` computes all other layers document by document. No CPU runs these kernels, so
+`check` compares the first row on a GPU with transformers' torch functions.
 """
 
 import importlib
@@ -23,7 +25,7 @@ from configs.load import ConfigError
 CONVOLUTION = "causal_conv1d_fn"
 RULES = ("torch_chunk_gated_delta_rule", "chunk_kimi_delta_attention")
 LAYERS = ("GatedDeltaNet", "DeltaAttention", "ShortConv")
-"""Ends of the names of such layers."""
+"""Ends of the class names of layers that consist of such functions."""
 SCANS = re.compile(r"chunk|_scan$")
 """transformers' functions over whole documents that are slow in torch."""
 TRIED_BOUNDS = (0, 1, 70, 192)
@@ -49,7 +51,7 @@ def chosen(code: Mapping[str, Any]) -> dict[str, tuple[Function, Function]]:
 
 @cache  # each layer of each pass asks again
 def _enclosed(function: FunctionType) -> dict[str, Any]:
-    """Variables of transformers' `use_kernel_func_from_hub_with_fallback` around its wrapper."""
+    """Variables of transformers' `use_kernel_func_from_hub_with_fallback` around its wrapper; else empty."""
     if "torch_function" not in function.__code__.co_freevars:
         return {}
     return dict(inspect.getclosurevars(function).nonlocals)
@@ -81,7 +83,7 @@ def _import_error(package: str) -> str:
 
 @contextmanager
 def replaced(layer: nn.Module, functions: Mapping[str, Function]) -> Iterator[None]:
-    """Replace functions that `layer` calls."""
+    """Within it `layer` calls `functions` in place of those of the same names."""
     code = namespace(layer)
     before = {name: code[name] for name in functions}
     code.update(functions)
@@ -92,6 +94,7 @@ def replaced(layer: nn.Module, functions: Mapping[str, Function]) -> Iterator[No
 
 
 def in_torch(layer: nn.Module) -> dict[str, Function]:
+    """transformers' torch functions for `replaced`, whatever kernels are installed."""
     return {name: torch_function for name, (torch_function, _) in chosen(namespace(layer)).items()}
 
 
@@ -106,7 +109,7 @@ def takes_bounds(layer: nn.Module) -> bool:
 
 
 def within(layer: nn.Module, starts: Tensor) -> dict[str, Function]:
-    """Functions that separate documents. `starts`: [documents + 1] int32, from 0 to the row's length."""
+    """Functions for `replaced` that see documents alone. `starts`: [documents + 1] int32, 0 to the row's length."""
     code = namespace(layer)
     convolution, rules = code[CONVOLUTION], {name: code[name] for name in RULES if name in code}
 
@@ -120,7 +123,9 @@ def within(layer: nn.Module, starts: Tensor) -> dict[str, Function]:
 
 
 def convolve(convolution: Function, x: Tensor, weight: Tensor, starts: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Convolve each document alone, with zeros in between: [1, channels, tokens] to the same shape."""
+    """Convolve each document alone, with as many zeros in between as the convolution reaches back: [1, channels,
+    tokens] to the same shape.
+    """
     tokens, back = x.shape[-1], weight.shape[-1] - 1
     position = torch.arange(tokens, device=x.device)
     place = position + back * torch.searchsorted(starts[1:].contiguous(), position, right=True)
@@ -130,9 +135,10 @@ def convolve(convolution: Function, x: Tensor, weight: Tensor, starts: Tensor, *
 
 
 def check(layer: nn.Module, forward: Function, hidden: Tensor) -> None:
-    """Compare kernels with torch functions on single documents, by output and gradient. Raises ConfigError.
+    """Compare kernels with torch functions on single documents, by output and its gradient by the input.
 
-    `hidden`: [1, tokens, width].
+    `hidden`: [1, tokens, width], a real row. Raises ConfigError if they differ by more than TOLERANCES, or cannot run
+    on this GPU.
     """
     tried = hidden[:, : TRIED_BOUNDS[-1]].detach()
     edges = [edge for edge in TRIED_BOUNDS if edge < tried.shape[1]] + [tried.shape[1]]

@@ -1,4 +1,6 @@
-"""Notes the bounds of rows for layers: some of transformers' blocks do not hand them on."""
+"""Notes the bounds of rows for layers: some of transformers' blocks do not hand them on, and layers that keep a state
+take none.
+"""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
@@ -16,7 +18,7 @@ RowBounds = tuple[Tensor, int, SharedPrompts | CopiedPrompts | None, str | None]
 
 
 class Bounds:
-    """The bounds of a block's row, None before the first."""
+    """The bounds of the row that a block computes; None before its first row."""
 
     def __init__(self) -> None:
         self.row: RowBounds | None = None
@@ -39,7 +41,7 @@ def follow(blocks: Iterable[nn.Module]) -> None:
 
 
 def of_row(layer: nn.Module, given: Mapping[str, Any]) -> RowBounds:
-    """`given` bounds, else the block's."""
+    """The bounds `given` to a layer, else those that its block noted. Raises ValueError if there are none."""
     return _given(given) or _noted(layer)
 
 

@@ -1,7 +1,7 @@
 """What the compiler keeps of a block for its backward pass, found without compiling.
 
-It keeps factors and results of matmuls and attention, and the block's input, and recomputes all else. It fuses what is
-between two matmuls, so all factors that one kernel writes are alive together.
+It keeps factors and results of matmuls and attention, and the block's input, and recomputes all else. In the backward
+pass it fuses what is between two matmuls, so all factors that one kernel writes are alive together.
 """
 
 from collections import defaultdict

@@ -2,7 +2,7 @@
 
 Around attention, all-to-alls exchange slices of the row for shares of the heads (Ulysses,
 [2309.14509](https://arxiv.org/abs/2309.14509)): attention sees whole documents, with any kernel. A group is named by a
-string, a constant for torch.compile.
+string, a constant for torch.compile. Exchanges are collectives of the group.
 """
 
 from dataclasses import replace
@@ -33,7 +33,7 @@ GROUPS: dict[str, ContextGroup] = {}
 
 
 def join(size: int, timeout: timedelta) -> str:
-    """Form groups of consecutive ranks, once; a collective of all ranks."""
+    """Form groups of `size` consecutive ranks, once; a collective of all ranks."""
     for name, own in GROUPS.items():
         if own.size == size and own.world is dist.group.WORLD:
             return name
@@ -44,14 +44,16 @@ def join(size: int, timeout: timedelta) -> str:
 
 
 def planned(size: int) -> str:
-    """Name a group for passes on the meta device."""
+    """Name a group whose ranks need not exist, for passes on the meta device."""
     name = f"planned-{size}"
     GROUPS[name] = ContextGroup(size, 0, None, None)
     return name
 
 
 def gathered(q: Tensor, k: Tensor, v: Tensor, name: str) -> tuple[Tensor, Tensor, Tensor]:
-    """[slice, heads, head_dim] -> [row, own heads, head_dim]."""
+    """[tokens of the slice, heads, head_dim] -> [tokens of the row, own heads, head_dim]. Raises ConfigError if the
+    ranks cannot share the heads.
+    """
     size, _ = size_and_rank(name)
     if problem := why_not(q.shape[1], k.shape[1], size):
         raise ConfigError([f"learner.context_parallel: {problem}; {REMEDY}"])
@@ -64,7 +66,7 @@ def scattered(out: Tensor, heads: int, name: str) -> Tensor:
 
 
 def own_heads(values: Tensor, name: str) -> Tensor:
-    """This rank's heads, the only ones with a gradient here."""
+    """This rank's part of `values` [heads]; others have no gradient here."""
     size, rank = size_and_rank(name)
     share = len(values) // size
     return values[rank * share : (rank + 1) * share]
@@ -129,7 +131,7 @@ to_tokens.register_autograd(lambda ctx, grad: (to_heads(grad, ctx.name), None, N
 
 
 def cut(row: Microbatch, name: str) -> Microbatch:
-    """Fill a row up to equal slices, and add this rank's."""
+    """Fill a row on the CPU up to equal slices, and add this rank's."""
     (size, rank), filled_from = size_and_rank(name), len(row.tokens)
     row = _filled_up(row, -filled_from % size)
     width = len(row.tokens) // size
@@ -157,7 +159,7 @@ def _filled_up(row: Microbatch, number: int) -> Microbatch:
 
 
 def whole(values: Tensor, name: str) -> Tensor:
-    """Sum [row] over ranks; each gets its own values' gradient."""
+    """Sum `values` [tokens of the row] over the ranks. Each rank's gradient is that of its own."""
     return _Whole.apply(values, name)  # type: ignore[no-untyped-call, no-any-return]
 
 
@@ -174,7 +176,7 @@ class _Whole(torch.autograd.Function):
 
 
 def check_same(digest: int, name: str) -> None:
-    """Raise RuntimeError unless the group agrees on `digest`."""
+    """Raise RuntimeError unless all ranks of the group have the same `digest`."""
     own = GROUPS[name]
     both = torch.tensor([digest, -digest])
     dist.all_reduce(both, dist.ReduceOp.MAX, group=own.group)

@@ -16,7 +16,7 @@ DIVISORS = ("logits_scaling",)
 MULTIPLYING = ("hyperclovax",)
 """Models that multiply by DIVISORS."""
 SOFTCAPS = ("final_logit_softcapping", "logits_soft_cap")
-"""Bounds of Gemma and RecurrentGemma."""
+"""Bounds of logits in Gemma and RecurrentGemma."""
 
 
 class Epilogue(NamedTuple):

@@ -1,7 +1,7 @@
 """Checks before training that packed rows are computed exactly.
 
-A small copy with random weights must give packed documents and answers the log-probabilities that transformers gives
-each document alone.
+A small copy with random weights must give packed documents and answers to a shared prompt the log-probabilities that
+transformers gives each document alone.
 """
 
 import copy
@@ -244,7 +244,9 @@ def _shared(row: Microbatch) -> Iterator[tuple[str, Microbatch]]:
 
 
 def forks_of(documents: Sequence[np.ndarray]) -> list[tuple[np.ndarray, int]]:
-    """Texts, each with its number of tokens shared with the previous one."""
+    """Texts, each with its number of tokens shared with the previous one: a fork beyond any window, one within the
+    first document, a prefix, and a text by itself.
+    """
     first, long, other, last = documents
     whole = np.concatenate([first, long, other])
     fork = len(first) + len(long) - 2
@@ -274,7 +276,7 @@ def packed_row(texts: Sequence[np.ndarray], groups: Sequence[int] = ()) -> Micro
 
 
 def alone(model: PreTrainedModel, document: np.ndarray, images: Mapping[str, Tensor] = NO_IMAGES) -> Tensor:
-    """Log-probabilities of the model's own forward pass."""
+    """Log-probabilities of the model's own forward pass. `images`: from transformers' processor."""
     ids = torch.as_tensor(document)[None]
     logits: Tensor = model(input_ids=ids, use_cache=False, **images).logits[0].float()
     return logits[:-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]

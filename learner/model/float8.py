@@ -1,6 +1,7 @@
 """Linear layers that multiply in FP8 (`learner.matmul: fp8`): y = x Wᵀ, dx = g W and dW = gᵀ x.
 
-Factors are cast to e4m3, with one scale for each row or column, along which no product sums.
+Factors are cast to e4m3, with one scale for each row or column, along which no product sums. So x, g and W are cast
+twice, by row and by column.
 """
 
 from collections.abc import Iterator
@@ -91,8 +92,8 @@ def _inside(block: nn.Module) -> Iterator[nn.Linear]:
 
 
 def cast_bytes(model: PreTrainedModel) -> tuple[int, int]:
-    """What casts add to the largest block: bytes of weights, bytes per token of outputs' gradients and the widest
-    input.
+    """What casts add to the block that needs most: bytes of its weights, and bytes per token of its outputs' gradients
+    and its widest input.
     """
     sizes = [[(layer.out_features, layer.in_features) for layer in _inside(block)] for block in blocks(model)]
     weights = max(2 * sum(out * inner for out, inner in block) for block in sizes)
@@ -101,7 +102,7 @@ def cast_bytes(model: PreTrainedModel) -> tuple[int, int]:
 
 
 def convert(model: PreTrainedModel) -> int:
-    """Have linear layers multiply in FP8; returns their number."""
+    """Have linear layers in blocks of `model`, on meta, multiply in FP8; returns their number. Raises ConfigError."""
     if problem := why_not(model):
         raise ConfigError([f"{KEY}: {problem}; {REMEDY}"])
     layers = list(layers_of(model))

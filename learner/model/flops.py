@@ -2,7 +2,8 @@
 
     FLOPs = 6 (B t + V s) + 6 L a q      MFU = FLOPs / (seconds x GPUs x peak)
 
-docs/design/learner.md explains the letters. A tower adds c p + d p² for each image of p patches.
+docs/design/learner.md explains the letters. 6 is 2 in the forward and 4 in the backward pass, 4 in all for a frozen
+matrix. A layer's multiplications with a state add to B. A tower adds c p + d p² for each image of p patches.
 """
 
 from collections.abc import Callable, Iterable
@@ -21,13 +22,15 @@ from learner.model.towers import tower_parts
 
 @dataclass(frozen=True)
 class TowerCosts:
+    """FLOPs of a tower's forward pass and, where it is trained, backward pass."""
+
     per_patch: float
     per_pair: float
     """Attention, per squared patch of an image."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> "TowerCosts | None":
-        """A matrix costs 2 forward, 2 for its own gradient and 2 for its input's."""
+        """A matrix costs 2 forward, 2 for its own gradient and 2 for its input's, if wanted."""
         parts = tower_parts(model)
         if parts is None:
             return None
@@ -69,7 +72,7 @@ class Costs:
         return cls(2.0 * products, 2.0 * _passes(head) * head.numel(), 6.0 * width)
 
     def total(self, tokens: float, trainable: float, squares: float) -> float:
-        """`squares`: sum of squared lengths."""
+        """`squares`: q, the sum of squared lengths."""
         return self.per_token * tokens + self.per_trainable * trainable + self.per_pair * squares
 
     @property
@@ -79,7 +82,7 @@ class Costs:
 
     @property
     def patch_cost(self) -> float:
-        """FLOPs of a tower's patch over a token's."""
+        """FLOPs of a tower's patch over those of a text model's token."""
         return self.tower.per_patch / (self.per_token + self.per_trainable) if self.tower else 0.0
 
 

@@ -1,7 +1,8 @@
 """A row of texts that share prefixes, each computed once (docs/design/learner.md).
 
-Several texts may train one token: per-token tensors have further entries behind the row's, and the head computes each
-token once (`Targets`).
+Each text lays only the tokens that the text before it lacks, and sees copies of the keys of its first tokens
+(`CopiedPrompts`). Several texts may train one token: per-token tensors have further entries behind the row's, and the
+head computes each token once (`Targets`).
 """
 
 from collections.abc import Sequence

@@ -40,7 +40,7 @@ class Gathering:
         """Have the next backward pass reduce gradients if it is the batch's `last`.
 
         Until then replicas (with `once`, ranks in fp32) add up their own. Every pass must give each trained parameter a
-        gradient, if only zeros: FSDP refuses one that the last pass alone brings.
+        gradient, if only zeros: FSDP refuses one that the last pass alone brings, in `model.dtype`.
         """
         self._module.set_requires_all_reduce(last)
         if self._once:

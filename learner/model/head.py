@@ -1,4 +1,4 @@
-"""The log-probability head: never a [tokens, vocabulary] tensor.
+"""The log-probability head: fp32 log-probabilities and entropies, never a [tokens, vocabulary] tensor.
 
 `logprobs_and_entropy` recomputes logits in the backward pass; `chunked_loss` computes gradients while a chunk's logits
 exist.
@@ -15,7 +15,9 @@ from learner.model.epilogue import Epilogue
 from learner.model.top_tokens import TopGradient, TopTokens, divergence, top_gradient
 
 ChunkLoss = Callable[[Tensor, Tensor, Any], Tensor]
-"""(log-probabilities, entropies, slice or, where several samples train a token, int64 indices) -> loss, []."""
+"""(log-probabilities, entropies, slice or, where several samples train a token, int64 indices) -> loss [], by plain
+autograd.
+"""
 
 
 class ChunkGradients(NamedTuple):
@@ -42,6 +44,7 @@ class HeadOptions(NamedTuple):
     chunk_size: int = 1024
     """Tokens whose logits exist at a time."""
     entropy_gradient: bool = False
+    """Whether the gradient goes through the entropies too."""
     epilogue: Epilogue = Epilogue()
 
     @property
@@ -73,7 +76,8 @@ def chunked_loss(
 ) -> tuple[Tensor, ...]:
     """Log-probabilities and entropies without gradient, and the sum of `loss` with gradient: [].
 
-    With `top` the sum includes weighted divergences from teachers, which are a fourth result: [tokens].
+    With `top` the sum includes weighted divergences from teachers; the divergences without weights, [tokens], are a
+    fourth result.
     """
     inputs = hidden, weight, bias, targets
     results: tuple[Tensor, ...] = _ChunkedLoss.apply(*inputs, loss, options, top)  # type: ignore[no-untyped-call]
@@ -81,7 +85,7 @@ def chunked_loss(
 
 
 class _RecomputedLogits(torch.autograd.Function):
-    """With logits z over T, p = softmax(z) and H = logsumexp(z) - p.z:
+    """With z the logits over the temperature T, p = softmax(z) and H = logsumexp(z) - p.z:
 
     d logprob / dz = onehot - p, dH / dz = -p (log p + H), dz / dlogits = 1 / T.
     """

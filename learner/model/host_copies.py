@@ -1,6 +1,6 @@
 """Keeps inputs of recomputed blocks in host memory (`learner.activation_checkpointing: offload`).
 
-A stream fetches an input while the next block is recomputed.
+A stream copies a block's input while the block computes, and fetches it while the block after it is recomputed.
 """
 
 import weakref

@@ -1,6 +1,7 @@
 """Parts of a multimodal model that text does not pass: towers and projectors.
 
-Where images are not trained, they are frozen and sharded separately, so that no pass gathers them.
+Where images are not trained, these parts are frozen, never computed, and sharded separately, so that no pass gathers
+them. `exactness.py` tries whether text passes nothing else.
 """
 
 from collections.abc import Iterator

@@ -56,6 +56,7 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
 
 
 def build_on_meta(model: ModelConfig, attention: str) -> PreTrainedModel:
+    """The model without storage, in fp32 and training mode."""
     return build(read_config(model), attention, torch.device("meta"), model.trust_remote_code)
 
 
@@ -129,7 +130,7 @@ def blocks(model: PreTrainedModel) -> list[nn.Module]:
 
 
 def all_blocks(model: PreTrainedModel) -> list[nn.Module]:
-    """Modules that are sharded separately."""
+    """Modules that are sharded separately: blocks of the model and of a tower."""
     seeing = tower_parts(model)
     return [*(seeing.blocks if seeing else ()), *blocks(model)]
 
@@ -142,9 +143,10 @@ def distribute_weights(
     initial: Initial,
     masters: MasterWeights | None = None,
 ) -> None:
-    """Fill sharded `empty` with weights that rank 0 reads; a collective.
+    """Fill `empty`, sharded and on meta, with weights that rank 0 reads, tensor by tensor; a collective.
 
-    `initial` gives adapters; a critic's head is zeros. `masters` keep unrounded weights.
+    `initial` gives an adapter's weights; a critic's head is zeros. `masters` keep trained weights before they are
+    rounded.
     """
     source = _read(model) if dist.get_rank() == 0 else {}
     first_name = {id(parameter): name for name, parameter in empty.named_parameters()}

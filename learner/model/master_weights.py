@@ -1,7 +1,7 @@
-"""Master weights in host memory (`learner.cpu_offload: optimizer`).
+"""Master weights in host memory, beside parameters in `model.dtype` on the GPU (`learner.cpu_offload: optimizer`).
 
-Weights and the two moments have one `host_memory` each, cut into portions, which `offloaded_adam.py` brings to the GPU
-in turn.
+Weights and the optimizer's two moments have one `host_memory` each, cut into portions, which `offloaded_adam.py` brings
+to the GPU in turn.
 """
 
 import logging
@@ -29,7 +29,7 @@ SLOTS = 3
 
 
 def device_bytes(numbers: int, portion: int) -> int:
-    """GPU memory of an optimizer's step."""
+    """GPU memory of an optimizer's step over so many numbers of this rank."""
     return 4 * KINDS * SLOTS * min(numbers, portion)
 
 

@@ -1,4 +1,6 @@
-"""Estimates what a rank's GPU will hold, and the microbatch that fills it, by passes on the meta device."""
+"""Estimates, before weights are loaded, what a rank's GPU will hold and which microbatch fills it, by passes on the
+meta device.
+"""
 
 import logging
 import os
@@ -48,7 +50,7 @@ GIB = 2**30
 SHARE = 0.9
 """Share of GPU memory that `tokens_per_microbatch: auto` fills; CUDA, NCCL and fragmentation take the rest."""
 GATHERED_SHARE = 0.1
-"""`gather: auto` may take this share of GPU memory, or of the microbatch that fills it."""
+"""`gather: auto` takes at most this share of GPU memory, or of the microbatch where that fills the GPU."""
 AUTO_TOKENS_ON_CPU = 8192
 META_TOKENS = 64
 META_ATTENTION = attention.registered("varlen")
@@ -157,7 +159,9 @@ def memory_budget(
 def budget_in(
     config: Config, available: int | None, shards: int, reference: bool, sends: int, patches: int = 0
 ) -> tuple[Estimate, int]:
-    """Estimate memory and tokens of microbatches. Raises ConfigError if the GPU is too small."""
+    """Estimate a rank's memory and its microbatches' tokens. `available`: bytes, None on CPU. Raises ConfigError if the
+    GPU is too small.
+    """
     wanted, least = config.learner.tokens_per_microbatch, least_microbatch(config, patches)
     sizes = config.model, config.learner, shards, reference, sends, keeps_critic(config)
     expected, share = estimate(*sizes), share_of_batch(config)
@@ -186,7 +190,7 @@ def budget_in(
 
 
 def host_bytes(model: ModelConfig, learner: LearnerConfig, tokens: int) -> int:
-    """A rank's pinned memory for `activation_checkpointing: offload`."""
+    """A rank's pinned memory with microbatches of `tokens`, for `activation_checkpointing: offload`."""
     if learner.activation_checkpointing != "offload":
         return 0
     size = sizes_of(model)
@@ -372,7 +376,7 @@ def _in_block(
 
 def _at_head(rank: _Rank, always: dict[str, int], head: int, kept: int, images: dict[str, int]) -> PeakCandidate:
     """The head's gradient in fp32, a chunk's logits, their gradient and a softcap's slope; then the gradient in
-    `model.dtype`. Hidden states are there three times: whole, predicted from, and their gradient.
+    `model.dtype`. Final hidden states are there three times: all, those that are predicted from, and their gradient.
     """
     size, learner, width = rank.size, rank.learner, rank.width
     chunk = chunk_tokens(learner) * size.vocabulary
@@ -491,6 +495,7 @@ def _cast(empty: PreTrainedModel, model: ModelConfig) -> torch.dtype:
 
 
 def _decode(empty: PreTrainedModel, context_parallel: int, number: int) -> Tensor:
+    """Final hidden states of a row of `number` tokens."""
     tokens = torch.zeros(1, number, dtype=torch.int64, device="meta")
     given: dict[str, Any] = {"input_ids": tokens, "position_ids": tokens, "use_cache": False}
     given |= {"cu_seq_lens_q": _meta_places(), "max_length_q": number}
@@ -504,6 +509,7 @@ def _decode(empty: PreTrainedModel, context_parallel: int, number: int) -> Tenso
 
 
 def _row_of(model: ModelConfig, learner: LearnerConfig) -> ModelTrace:
+    """Per token of a rank's slice."""
     way = learner.activation_checkpointing
     way = "block" if way in ("auto", "offload") else way
     way = "none" if way == "selective" and learner.compile is True else way
@@ -516,6 +522,7 @@ def _key(model: ModelConfig) -> tuple[str, str]:
 
 @lru_cache(maxsize=16)
 def _traced_row(written: str, config_json: str, context_parallel: int, way: str, compiled: bool) -> ModelTrace:
+    """`config_json` is for the cache's key."""
     model = ModelConfig.model_validate_json(written)
     empty = _trained_on_meta(model)
     width, traced_in = getattr(torch, model.dtype).itemsize, _cast(empty, model)
@@ -548,6 +555,7 @@ def _rough_row(model: ModelConfig, context_parallel: int, way: str) -> ModelTrac
 
 
 def _trained_on_meta(model: ModelConfig) -> PreTrainedModel:
+    """The model as a policy has it, on meta in fp32."""
     empty = build_on_meta(model, META_ATTENTION)
     if model.lora:
         adapt(empty, model.lora, getattr(torch, model.dtype))
@@ -588,8 +596,8 @@ def _meta_places() -> Tensor:
 
 
 def _saved(traced: Traced, way: str) -> tuple[int, int]:
-    """For towers, and where backward passes cannot be traced: bytes that a stack keeps, and that one backward pass
-    takes.
+    """For towers, and where backward passes cannot be traced: bytes per token or patch that a stack of blocks keeps,
+    and that one block's backward pass takes.
 
     A recomputed block holds what it would have kept, and gradients of an MLP's two factors, the largest there are.
     """

@@ -30,7 +30,7 @@ class SharedPrompts(NamedTuple):
 
 
 class CopiedPrompts(NamedTuple):
-    """The keys that each piece sees: its own, after its prompt's.
+    """The keys that each piece sees: its own and, before an answer's, its prompt's.
 
     Example: a prompt of 2 with answers of 1 and 3: `keys` [0, 1, 0, 1, 2, 0, 1, 3, 4, 5] int64, `starts` [0, 2, 5, 10]
     int32.
@@ -85,7 +85,7 @@ class Microbatch:
     tokens: Tensor
     """int64"""
     positions: Tensor
-    """int64; positions of an answer continue its prompt's. With images [4, tokens]: `rope_positions` below."""
+    """int64; positions of an answer continue its prompt's. With images [4, tokens]: `rope_positions` follow."""
     cu_seqlens: Tensor
     """int32 [pieces + 1]"""
     max_seqlen: int

@@ -1,6 +1,7 @@
 """The policy: a Hugging Face causal language model under FSDP2.
 
-Methods that compute are collectives of the ranks that share a copy (`learner/mesh.py`); backward passes, of all ranks.
+Methods that compute are collectives of the ranks that share a copy (`learner/mesh.py`); a backward pass is a collective
+of all ranks.
 """
 
 import logging
@@ -45,7 +46,8 @@ MOST_GRAPHS = 64
 class Policy(nn.Module):
     """Computes log-probabilities or, if `valued`, a critic's values.
 
-    Rank 0 reads weights into host memory and shards them one by one: no other rank ever holds the whole model.
+    Rank 0 reads weights into host memory and shards them tensor by tensor: no other rank ever holds the whole model. An
+    undecided `auto` takes the least memory.
     """
 
     def __init__(
@@ -106,7 +108,7 @@ class Policy(nn.Module):
             keep_wide_gradients(self, self.masters.parameters)
 
     def _choose_trained(self, model: ModelConfig, learner: LearnerConfig, frozen: bool) -> None:
-        """Change the layers, before all that looks at them."""
+        """Adapters, FP8 and frozen parts change the layers: this comes before all that looks at them."""
         self.model.requires_grad_(not frozen)
         if model.lora:
             adapt(self.model, model.lora, self.dtype)
@@ -151,10 +153,11 @@ class Policy(nn.Module):
         loss: ChunkLoss | None = None,
         top: TopTokens | None = None,
     ) -> tuple[Tensor, ...]:
-        """Log-probability and entropy of trainable tokens: two [tokens] float32, 0 elsewhere.
+        """Log-probability and entropy of each trainable token given those before it: two [tokens] float32, 0 elsewhere.
 
-        With `loss` they have no gradient; its sum, [] float32, is the third result. A critic has one result: the value
-        after each token, [tokens] float32.
+        With `loss`, a function of some of `microbatch.scored`, they have no gradient; its sum, [] float32, is the third
+        result. `top`: as in `chunked_loss`. A critic has one result: the value of the state after each token, [tokens]
+        float32.
         """
         hidden = hidden_states(self.model, self.sight, self.mixture, microbatch)
         if self.valued:
@@ -170,7 +173,7 @@ class Policy(nn.Module):
         return logprobs
 
     def place(self, microbatch: Microbatch) -> Microbatch:
-        """Bring `microbatch` to the device, with this rank's slice of a shared row."""
+        """Bring `microbatch` from the CPU to this policy's device, with this rank's slice of a shared row."""
         if self.sight is not None and microbatch.images is not None:
             microbatch = replace(microbatch, images=self.sight.lay_out(microbatch.images))
         if self.context_group is not None:

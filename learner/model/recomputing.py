@@ -22,7 +22,7 @@ SAVED_OPS = [
 
 def recompute(model: PreTrainedModel, way: str, compiled: bool = False) -> None:
     """Have blocks recompute by `way`, a value of `learner.activation_checkpointing`. Compiled blocks are selective by
-    themselves.
+    themselves: the compiler recomputes what is cheap.
     """
     options: dict[str, Any] = {"use_reentrant": False}
     if way == "selective":

@@ -1,6 +1,7 @@
 """What `auto` takes on a card that need not be present, and what each GPU then holds.
 
-Rank 0 also holds the servers' copies.
+Rank 0, which holds the copies for the servers, and the last rank are both computed; at the learner's start ranks agree
+by a collective.
 """
 
 from dataclasses import dataclass
@@ -40,7 +41,7 @@ class Settled:
 
 
 def settle(config: Config, memory: int, patches: int = 0) -> Settled:
-    """Decide what is `auto` for GPUs with `memory` bytes. Raises ConfigError."""
+    """Decide what is `auto` for GPUs with `memory` bytes. Raises ConfigError if a GPU is too small."""
     config = settle_gather(settle_speed(config, memory, patches), memory, patches)
     shards, reference, least = shards_of(config.learner), keeps_reference(config), least_microbatch(config, patches)
     first, *others = (

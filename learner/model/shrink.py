@@ -214,7 +214,7 @@ def _narrow_pooled_tower(config: Any) -> None:
 
 
 def _shrink_images(config: Any) -> None:
-    """Images get 2 x 2 tokens of as many patches as before."""
+    """Images get 2 x 2 tokens of as many patches as before: no window is shorter."""
     tower = config.vision_config
     merge = max(1, tower.image_size // tower.patch_size // isqrt(config.mm_tokens_per_image))
     config.mm_tokens_per_image, tower.image_size = 4, 2 * merge * tower.patch_size

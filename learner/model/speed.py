@@ -1,4 +1,4 @@
-"""Decides `auto` keys that change the learner's speed, not its results."""
+"""Decides `auto` keys that change the learner's speed, not its results; `memory.py` uses the rest of the memory."""
 
 import logging
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ log = logging.getLogger(__name__)
 VERSIONS_WORTH_COMPILING = 20
 """Compiling takes a minute at the start."""
 ENOUGH_TOKENS = 8192
-"""So many fill a GPU and hide the gathering of weights."""
+"""So many tokens fill a GPU and hide the gathering of weights."""
 HEAD_CHUNK_ON_GPU = 4096
 STEP_TIME = {"none": 1.0, "selective": 1.1, "block": 4 / 3, "offload": 4 / 3}
 """`block` computes each forward pass twice; long rows hide copies to the host."""
@@ -56,7 +56,7 @@ def choose(
     sends: int = 0,
     critic: bool = False,
 ) -> int:
-    """Index of the first of `ways` that fits `memory` (None: on CPU), else the last."""
+    """Index of the first of `ways` that fits `memory` bytes of a rank (None: on CPU), else the last."""
     if memory is None:
         return 0
     for index, way in enumerate(ways[:-1]):

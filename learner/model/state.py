@@ -1,8 +1,9 @@
 """Layers that keep a state: convolutions, gated delta rules and state space models, computed document by document.
 
-Where no kernel takes bounds (`bounded_state.py`), documents of similar length are the sequences of a batch, padded on
-the right, which no earlier token sees; this waits for the GPU to read bounds. `exactness.py` refuses classes that are
-not listed by name.
+In a packed row such a layer would go on from one document to the next. Where no kernel takes bounds
+(`bounded_state.py`), documents of similar length are the sequences of a batch, padded on the right, which no earlier
+token sees: this is exact on any device, but waits for the GPU to read bounds. Classes are listed by name; the trial of
+`exactness.py` refuses others.
 """
 
 import logging
@@ -25,7 +26,7 @@ log = logging.getLogger(__name__)
 KEEPS_STATE = re.compile(
     r"(GatedDeltaNet|DeltaAttention|ShortConv|Mamba2?Mixer|MambaLayer|BambaMixer|FalconH1Mixer|RecurrentBlock)$"
 )
-"""Ends of transformers' names of such layers."""
+"""Ends of transformers' class names of such layers."""
 KERNELS = ("fla", "causal_conv1d", "mamba_ssm")
 """Packages whose kernels transformers takes for such layers, if installed."""
 PADDED = 1.25
@@ -70,10 +71,10 @@ def attends(block: nn.Module) -> bool:
 
 
 def products(layer: Any) -> int:
-    """Multiplications of a token with a layer's state.
+    """Multiplications of a token with a layer's state, beside those by its weights.
 
     A delta rule reads its state [heads, key, value] twice and writes it once; a state space reads and writes [heads,
-    head_dim, state] once.
+    head_dim, state] once; a convolution has weights alone.
     """
     if hasattr(layer, "head_k_dim"):
         return int(3 * layer.num_v_heads * layer.head_k_dim * layer.head_v_dim)

@@ -1,7 +1,8 @@
 """The policy's divergence from a teacher's k most probable tokens, and its gradient at the logits (docs/teachers.md).
 
-With p of the policy, q of the teacher and t all other tokens as one: D = sum p log(p/q) + p_t log(p_t/q_t), the reverse
-KL over k + 1 outcomes (MiniLLM, arXiv:2306.08543).
+With p the policy's probabilities of the k tokens, q the teacher's, and t all other tokens as one: D = sum p log(p/q) +
+p_t log(p_t/q_t), the reverse KL over k + 1 outcomes (MiniLLM, arXiv:2306.08543), with one outcome for all other tokens
+as in verl's `forward_kl_topk_tail`.
 """
 
 from dataclasses import dataclass
@@ -10,12 +11,12 @@ from typing import NamedTuple
 from torch import Tensor, cat, where
 
 LEAST_TAIL = 1e-6
-"""Least p_t and q_t in logarithms: 1 - sum is rounded."""
+"""Least p_t and q_t in logarithms: 1 - sum is rounded in float32."""
 
 
 @dataclass(frozen=True)
 class TopTokens:
-    """What teachers gave. No tuple: FSDP would cast its tensors to `model.dtype`.
+    """What teachers gave for some tokens. No tuple: FSDP would cast its tensors to `model.dtype`.
 
     Example: one token, k = 2: `ids` [[7, 3]], `logprobs` [[-0.1, -2.5]], `weights` [0.01].
     """
@@ -40,7 +41,7 @@ class Divergence(NamedTuple):
 
 
 def divergence(teacher: Tensor, policy: Tensor) -> Divergence:
-    """D of log-probabilities, [tokens, k] each."""
+    """D of log-probabilities of the same tokens, [tokens, k] each."""
     p, ratios = policy.exp(), policy - teacher
     rest, own = ((1 - each.exp().sum(-1)).clamp(min=0) for each in (teacher, policy))
     of_tail = own.clamp(min=LEAST_TAIL).log() - rest.clamp(min=LEAST_TAIL).log()

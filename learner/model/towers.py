@@ -14,7 +14,7 @@ from learner.model.idle_parts import sees
 
 
 class ImageBlocks(NamedTuple):
-    """Images whose tokens see each other, and what precedes them.
+    """Images whose tokens see each other, and what is before them in their document.
 
     Example: an image of 4 from the second token of a document that begins at 2: `places` [3, 4, 5, 6] and `keys` [2, 3,
     4, 5, 6] int64, `starts` [0, 4] and `key_starts` [0, 5] int32.
@@ -98,7 +98,7 @@ class GridTower:
             decoder._deepstack_process = _add_at_places
 
     def features(self, images: PackedImages) -> list[Tensor]:
-        """Features [tokens, width], then deeper ones."""
+        """Features of each token [tokens, width], then deeper ones."""
         patches = _normalised(images, self.frames)
         found = self.tower(patches, grid_thw=images.grid, return_dict=True, **images.layout)
         return [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
@@ -136,7 +136,8 @@ class GridTower:
 class PooledTower:
     """Gemma 3's tower and projector, for images of one size.
 
-    Patches come token by token: a token's features are the mean of successive patches.
+    Patches come token by token, because order changes only their positions: a token's features are the mean of
+    successive patches.
     """
 
     def __init__(self, parts: TowerParts, config: Any, attention: str) -> None:

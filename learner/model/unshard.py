@@ -1,4 +1,6 @@
-"""Gathers whole weights, many at once: `DTensor.full_tensor` takes a price for each."""
+"""Gathers whole weights from the ranks that share a copy of the model, many with one all-gather: `DTensor.full_tensor`
+gathers them singly, at a price for each.
+"""
 
 from collections.abc import Iterable, Iterator
 
@@ -14,10 +16,10 @@ GATHER_BYTES = 512 << 20
 
 
 def unshard(weights: Iterable[Factor], device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yield names and whole weights, scaled, then rounded to `dtype`; in order.
+    """Yield names and whole weights, scaled, then rounded to `dtype`; in order. Weights are sharded by rows.
 
     A collective: all ranks must iterate to the end, and on a GPU keep the current stream. Tensors may share memory:
-    only read them.
+    copy them, or only read them.
     """
     together: list[Factor] = []
     gathered = 0
@@ -33,7 +35,7 @@ def unshard(weights: Iterable[Factor], device: torch.device, dtype: torch.dtype)
 
 
 def _gather(weights: list[Factor], device: torch.device, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Each of n ranks holds ceil(rows / n) rows, the last ranks fewer: they are padded."""
+    """Each of n ranks holds ceil(rows / n) rows, the last ranks fewer or none: they are padded."""
     shards_of = [_sharded(weight.parameter) for weight in weights]
     mesh, placements = shards_of[0].device_mesh, shards_of[0].placements
     shapes = [shard.shape for shard in shards_of]

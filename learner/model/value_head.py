@@ -11,6 +11,8 @@ from learner.model.loading import VALUE_HEAD
 
 
 class ValueHead(nn.Module):
+    """Hidden states [tokens, hidden_size] -> values [tokens]."""
+
     def __init__(self, hidden_size: int) -> None:
         super().__init__()
         self.register_parameter(VALUE_HEAD, nn.Parameter(torch.empty(hidden_size)))

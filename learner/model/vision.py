@@ -18,7 +18,7 @@ from learner.model.idle_parts import idle_names
 from learner.model.towers import GridTower, PackedImages, PooledTower, tower_parts
 
 PATCHES_PER_TOKEN = 2
-"""A token is 4 patches, so images may fill half of a row. A sample with more gets its own microbatch."""
+"""A token of an image is 4 patches, so images may fill half of a row. A sample with more gets its own microbatch."""
 COLOURS = 3
 Grid = tuple[int, int, int]
 """Patches in time, height and width."""
@@ -27,8 +27,11 @@ Grid = tuple[int, int, int]
 def rope_positions(length: int, images: Iterable[tuple[int, Grid]], merge: int) -> np.ndarray:
     """Rotary positions of a document in time, height and width: [3, length] int64.
 
-    `images`: where each begins, and its grid. What follows an image begins after its longer side, as in transformers'
-    `get_rope_index`.
+    `images`: where each begins, and its grid. What follows an image begins after its longer side. Equal to
+    transformers' `get_rope_index` for still images.
+
+    Example: `rope_positions(7, [(1, (1, 4, 4))], 2)` is [[0, 1, 1, 1, 1, 3, 4], [0, 1, 1, 2, 2, 3, 4], [0, 1, 2, 1, 2,
+    3, 4]].
     """
     out = np.empty((3, length), np.int64)
     end = now = 0

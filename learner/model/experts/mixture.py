@@ -18,6 +18,7 @@ IMPLEMENTATION = "grouped_mm"
 
 
 TAKEN = ("num_experts_per_tok", "moe_topk", "moe_k", "top_k_experts", "experts_per_token", "num_experts_per_token")
+"""Keys that count the experts of a token."""
 
 
 class Experts(NamedTuple):

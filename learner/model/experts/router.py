@@ -15,11 +15,11 @@ FIGURES = 3
 
 
 class Routing:
-    """A row's inputs of routers.
+    """What routers are given of a row.
 
     `counted`: bool [tokens], for the tally. `routes`: integers [layers, tokens, k]; None: the router chooses. `tally`:
     float32 [layers, experts + FIGURES], written, not added to, so recomputation changes nothing. No dataclass: FSDP
-    would cast it.
+    would hand over a copy, in the model's dtype.
     """
 
     def __init__(self, counted: Tensor, routes: Tensor | None, tally: Tensor | None) -> None:
@@ -31,7 +31,7 @@ class Routing:
 
 
 class Router(nn.Module):
-    """A linear layer with transformers' weight, and a softmax."""
+    """A linear layer with transformers' weight under its name, and a softmax."""
 
     def __init__(self, theirs: Any) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class Router(nn.Module):
         self.routing: Routing | None = None
 
     def forward(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Logits [tokens, experts] float32; weights and ids of experts: [tokens, k] float32 and int64.
+        """Logits [tokens, experts] float32; weights and ids of the experts taken: [tokens, k] float32 and int64.
 
         Weights come from differences of logits, so that none is 0 / 0.
         """
@@ -57,9 +57,9 @@ class Router(nn.Module):
 
 
 def tallied(logits: Tensor, ids: Tensor, own: Tensor, counted: Tensor) -> Tensor:
-    """Loads of experts, then the FIGURES: [experts + FIGURES] float32.
+    """How often each expert is taken, then the FIGURES: [experts + FIGURES] float32.
 
-    `own` [tokens, k]: what the router would choose.
+    `own` [tokens, k]: the experts that the router would choose.
     """
     counts, share = counted.float(), logits.float().softmax(-1)
     taken = counts.new_zeros(logits.shape[-1]).index_add(0, ids.flatten(), counts.repeat_interleave(ids.shape[-1]))

@@ -18,7 +18,7 @@ def _logprob_forward_kernel(  # type: ignore[no-untyped-def]
     logits, targets, logprobs, norms, entropy, vocabulary, inverse_temperature,
     BLOCK: tl.constexpr, LOWEST: tl.constexpr,
 ):  # fmt: skip
-    """Each lane keeps a running maximum m, and sums of exp(z - m) and z exp(z - m)."""
+    """One program per row. Each lane keeps a running maximum m, and sums of exp(z - m) and z exp(z - m)."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * vocabulary
     lane = tl.arange(0, BLOCK)

@@ -1,4 +1,4 @@
-"""The kernels behind `operators.attend`.
+"""The kernels behind `operators.attend`: attention over sequences of many lengths, forward and backward.
 
 Query and output are [queries, heads, head_dim], key and value [keys, fewer or as many heads, head_dim], log-sum-exp
 [heads, queries]. In a backward pass output and log-sum-exp may be a longer softmax's: gradients are then exact parts of

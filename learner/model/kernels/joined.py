@@ -1,6 +1,7 @@
 """Attention over a row: one kernel call, or two whose softmaxes are joined where answers share a long prompt.
 
-With outputs O, log-sum-exps L and s = sigmoid(L_prompt - L_own), an answer's token gets
+The second call lets the answers, as one query sequence, see all of the prompt. With outputs O, log-sum-exps L and s =
+sigmoid(L_prompt - L_own), an answer's token gets
 
     O = (1 - s) O_own + s O_prompt,    L = log(exp(L_own) + exp(L_prompt)).
 

@@ -1,8 +1,8 @@
 """Variable-length attention as operators that torch.compile does not look into.
 
-`joined.py` differentiates: an operator would silently drop the gradient of its log-sum-exp. Sequence i sees
-k[copied[k_starts[i] : k_starts[i + 1]]], likewise v. Operators make copies, which the compiler would keep for the
-backward pass.
+`joined.py` differentiates: an operator would silently drop the gradient of its log-sum-exp. With `copied`, int64
+indices, sequence i sees k[copied[k_starts[i] : k_starts[i + 1]]], likewise v. The operators make these copies, which
+the compiler would keep for each layer's backward pass.
 """
 
 import torch

@@ -1,6 +1,6 @@
 """Attention in plain arithmetic for any device, the only kernel with a softcap.
 
-It takes one sequence after another, and waits for the GPU, because it reads their bounds.
+It is slow: it takes one sequence after another, and waits for the GPU, because it reads the bounds of the sequences.
 """
 
 from collections.abc import Iterator
@@ -27,7 +27,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, at: Sequences) -> Pair:
 
 
 def backward(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, at: Sequences) -> Triple:
-    """Gradients of query, key and value."""
+    """Gradients of query, key and value, in their dtypes."""
     wide = torch.promote_types(q.dtype, torch.float32)
     dq, dk, dv = q.new_empty(q.shape), k.new_zeros(k.shape, dtype=wide), v.new_zeros(v.shape, dtype=wide)
     rowsum = (grad.to(wide) * out.to(wide)).sum(-1).T

@@ -33,7 +33,7 @@ class Adapted(nn.Linear):
 
 
 class Factor(NamedTuple):
-    """A weight on the wire: an adapter's matrix, or any without an adapter."""
+    """A weight on the wire: an adapter's matrix, or any weight of a model without adapter."""
 
     name: str
     """As `model.layers.0.self_attn.q_proj.lora_A.weight`."""
@@ -43,7 +43,7 @@ class Factor(NamedTuple):
 
 
 def adapt(model: PreTrainedModel, lora: LoraConfig, dtype: torch.dtype) -> None:
-    """Freeze `model` in `dtype` and adapt its target layers. Raises ConfigError for unknown targets."""
+    """Freeze `model`, on meta, in `dtype` and adapt its target layers. Raises ConfigError for unknown targets."""
     inside = {module for block in blocks(model) for module in block.modules() if type(module) is nn.Linear}
     layers = {name: module for name, module in model.named_modules() if module in inside}
     known = {_last_word(name) for name in layers}
@@ -69,7 +69,7 @@ def _last_word(name: str) -> str:
 
 
 def factors(model: nn.Module) -> Iterator[Factor]:
-    """The adapter's matrices by layer, A before B; none without one."""
+    """The adapter's matrices by layer, A before B; none of a model without adapter."""
     for name, layer in model.named_modules():
         if isinstance(layer, Adapted):
             yield Factor(name + LORA_A, layer.lora_A, 1.0)

@@ -1,4 +1,7 @@
-"""The model beneath an adapter, as reference of the KL term and for checkpoints. Its functions are collectives."""
+"""The model beneath an adapter, as reference of the KL term, and as what a checkpoint belongs to.
+
+Both uses are collectives of the ranks that share a copy of the model.
+"""
 
 import hashlib
 
