@@ -1,5 +1,5 @@
-"""Rank 0's side of a round in which each rank sends its own rows. `send` ends with the last rank, or the first that
-cannot."""
+"""Rank 0's side of a round in which each rank sends its own rows: it orders, and sends its rows too. `send` ends with
+the last rank, or the first that cannot. A thread reads the other ranks' answers."""
 
 import asyncio
 import threading

@@ -1,5 +1,8 @@
-"""A rank other than 0 that sends its own rows. A thread sends the version that rank 0 orders, or nothing: rows of two
-versions would pass every checksum."""
+"""A rank other than 0 that sends its own rows.
+
+`publish` waits for rank 0, which chooses the copy, because it knows which version it still offers. A thread reads rank
+0's orders and sends the version that each names, or nothing: rows of two versions would pass every checksum.
+"""
 
 import logging
 import threading
