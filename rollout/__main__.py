@@ -79,7 +79,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def explain_failure(error: Exception, prog: str = PROG) -> int:
-    """Report what ended `prog`; BAD_INPUT if a restart would end alike."""
+    """Report what ended `prog`; BAD_INPUT if a restart would end in the same way."""
     cause = first_error(error)
     if isinstance(cause, RefusedError):
         print_visible(f"{prog}: the buffer refuses this server: {cause}", sys.stderr)

@@ -1,4 +1,5 @@
-"""The manifest that completes a checkpoint: its files with sizes and checksums."""
+"""The manifest that completes a checkpoint, written last: its files with sizes and checksums. Which checkpoints a run
+keeps."""
 
 import json
 import os

@@ -21,7 +21,7 @@ SEEN_S = 5.0
 
 
 class SavingRanks:
-    """The ranks of checkpoints in `folder`."""
+    """The ranks of checkpoints in `folder`. `shards`: ranks that share one copy of the model."""
 
     def __init__(self, folder: Path, shards: int, first_node: bool) -> None:
         self.folder, self.shards = folder, shards
