@@ -1,4 +1,4 @@
-"""Images for vLLM's engine, with expanded tokens.
+"""Images for vLLM's engine, beside tokens that are already as long as they will be.
 
 vLLM's processor would expand sampled placeholders too, and would see other pixels than the learner.
 """
@@ -31,7 +31,8 @@ def image_input(tokens: list[int], images: Sequence[PlacedImage], salt: str, nam
 
 @lru_cache(maxsize=16)
 def item(picture: Picture, dtype: Any) -> MultiModalKwargsItem:
-    """Kept for further turns. NumPy takes bfloat16 as bits; a cast by torch takes twice the processor time."""
+    """The picture as the tower takes it, kept for further turns. NumPy takes bfloat16 as bits; a cast by torch takes
+    twice the processor time."""
     square = picture.format.side is not None
     name, given = ("num_patches", [1]) if square else ("image_grid_thw", [picture.grid])
     sizes = torch.tensor(given)  # vLLM calls a square image a patch

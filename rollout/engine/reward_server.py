@@ -1,7 +1,7 @@
-"""`python -m rollout reward RUN.yaml [--name reward-0]`: vLLM's API server over `reward.model`.
+"""`python -m rollout reward RUN.yaml [--name reward-0]`: a reward server, vLLM's API server over `reward.model`.
 
-The number in `--name` chooses the port. Rollout servers ask over HTTP with the run's token. Exit codes: 0 ended by a
-signal, 1 failed, 2 refused. vLLM's processes die with it.
+The number in `--name` chooses the port. Rollout servers ask over HTTP with the run's token. Runs until a signal; exit
+codes: 0 ended by a signal, 1 failed, 2 refused. vLLM's processes die with it.
 """
 
 import json
@@ -98,7 +98,7 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
 
 
 class TokenGate:
-    """Refuses requests without the token, except `GET /health`; notes scored ones for the keeper."""
+    """Limits requests, refuses those without the token, except `GET /health`, and notes scored ones for the keeper."""
 
     host: ClassVar[str] = ""
     scores: ClassVar[str] = "/classify"

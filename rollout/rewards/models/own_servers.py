@@ -1,4 +1,4 @@
-"""Waits for the run's own reward or teacher servers."""
+"""Waits for the run's own reward or teacher servers, which are asked every second while somebody waits."""
 
 import asyncio
 import logging
