@@ -1,4 +1,4 @@
-"""What a run file with a critic must satisfy, and its cost."""
+"""What a run file with a critic (`algorithm.advantage: gae`) must satisfy, and what a critic costs."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,5 @@
-"""The arithmetic of a run; `note:` lines say what makes it slow or odd."""
+"""The arithmetic of a run in words. `explain` never fails and reads only the model's folder. Lines that begin with
+`note:` say what makes the run slow or odd."""
 
 from collections.abc import Iterator
 from math import ceil, log10

@@ -1,6 +1,7 @@
 """`python -m configs.libraries`: tries torch and transformers, and names environment variables with which they fail.
 
-It takes seconds, so it runs only if a variable that they read is set.
+The process takes seconds, so it runs only if a variable that they read is set: in the checks before a start, and in a
+learner or rollout server that somebody starts by hand.
 """
 
 import importlib

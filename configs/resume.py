@@ -1,4 +1,5 @@
-"""Which keys may differ when a run is started again. The others make its fingerprint."""
+"""Which keys of the run file may differ when a run is started again. The others make the fingerprint that all processes
+of a run must share."""
 
 import hashlib
 import json
@@ -44,7 +45,7 @@ Settings = dict[str, Any]
 
 
 class Change(NamedTuple):
-    """`run.versions: 100 -> 200`"""
+    """A key whose value differs from that of the launch before, as `run.versions: 100 -> 200`."""
 
     key: str
     old: Any

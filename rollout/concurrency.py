@@ -138,11 +138,11 @@ class Fixed:
 class Auto:
     """`rollout.sequences: auto`. The limit is the smallest of:
 
-    1. `wanted`: this server's share of a batch, to make a synchronous batch at once. It grows only while the learner waits and all places are taken: more
-       sequences make older samples.
+    1. `wanted`: this server's share of a batch, to make a synchronous batch all at once. It grows only while the
+       learner waits and all places are taken, because more sequences make older samples.
     2. `max_num_seqs`, up to which vLLM has captured CUDA graphs.
     3. `by_kv`: sequences of mean length in the KV cache.
-    4. After preemptions as many fewer, at most an eighth, and not again before the cut is reached; then one group more
+    4. After preemptions as many fewer, at most an eighth, and not again until the cut is reached; then one group more
        per minute.
     """
 

@@ -44,6 +44,7 @@ class Evaluator:
         self._loaded = False
         """vLLM has a policy, not dummy weights."""
         self._unanswered = False
+        """The buffer has not answered the last claim."""
 
     async def claim(self) -> int | None:
         """Call between `load` and `loaded`; a due evaluation holds newer versions back until `evaluate` is done."""
