@@ -135,7 +135,7 @@ async def run(config: Config, loss_accepted: bool = False) -> None:
 
 def advice_for(error: sqlite3.Error | OSError) -> str:
     if isinstance(error, StoreGone):
-        return ""
+        return ""  # its own text says what to do
     if is_damage(error):
         damage = "The file is damaged: `python -m buffer scrub RUN` names what is"
         return f". {damage}; bring back a copy of it, or begin anew with another run.name."

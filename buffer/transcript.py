@@ -34,7 +34,7 @@ class Stretch(NamedTuple):
 @dataclass(frozen=True)
 class Passage:
     speaker: str
-    """"" if the text does not name it."""
+    """As the text names it; "" where it does not."""
     text: str
     """"" without a tokenizer."""
     tokens: int

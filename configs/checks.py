@@ -124,6 +124,7 @@ def check(
 
 
 def refuse_sft(config: Config) -> None:
+    """Raise ConfigError for a run file of supervised fine-tuning."""
     if config.sft.rows is not None:
         remedy = "run it with python -m learner sft, or remove the section sft"
         raise ConfigError([f"sft.rows: {config.sft.rows}: the run file describes supervised fine-tuning; {remedy}"])
@@ -173,6 +174,7 @@ def _unusable(path: Path | str) -> str:
 
 
 def check_sft(config: Config, *, rows: int | None = None, files: Collection[str] = SFT_FILES) -> None:
+    """Raise ConfigError with everything that contradicts supervised fine-tuning."""
     refuse_paths(config)
     found = [
         *sft.rules(config, rows), *context_parallel.contradictions(config), *matmul.contradictions(config),
@@ -378,6 +380,7 @@ def _experts(config: Config) -> Iterator[str]:
 
 
 def _untried_experts(config: Config, facts: ModelFacts) -> Iterator[str]:
+    """Mixtures that failed, or that no trial of a server can judge."""
     model, device = f"{config.model.path} is of type {facts.kind}", config.rollout.device
     compared = is_proven(facts.kind, device, config.rollout.tensor_parallel)
     if fault := next((one.fault for one in failing(device) if one.kind == facts.kind), ""):

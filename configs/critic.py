@@ -17,6 +17,7 @@ def keeps_critic(config: Config) -> bool:
 
 
 def rules(config: Config) -> Iterator[str]:
+    """Yield what is wrong with the critic's keys, or with others because there is a critic."""
     algorithm, critic = config.algorithm, config.algorithm.critic
     if not keeps_critic(config):
         for name in critic.model_dump(exclude_defaults=True):

@@ -148,7 +148,7 @@ class StopSignals:
 
 @contextlib.contextmanager
 def blocked(*numbers: int) -> Iterator[None]:
-    """Block signals here, and for life in each process that starts inside."""
+    """Block signals in this thread, and for life in each process that it starts inside."""
     resource_tracker.ensure_running()  # multiprocessing would start it later, and then unblock signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:

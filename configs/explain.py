@@ -232,7 +232,7 @@ def _kept(config: Config) -> int:
 
 
 def _each(config: Config) -> int:
-    """At worst, each checkpoint has an export."""
+    """At worst, each checkpoint has an export; else only the last."""
     critic = STATE_BYTES * keeps_critic(config)
     return checkpoint_bytes(1, config.model, bool(config.learner.export_every)) + critic
 

@@ -25,6 +25,7 @@ CREDENTIAL = re.compile(
     r"(^|_)(api_?keys?|(access|secret|private|signing|encryption)_?key|secret|passw(or)?d|passphrase|credentials?|"
     r"authorization|bearer|(hf|hub|auth|access|refresh|bearer|api|github|wandb|session)_?token)$|^token$"
 )
+"""Names are in small letters with underscores."""
 SHORTEST, SHORTEST_GUESSED = 6, 16
 """Fewest characters of a replaced value: from a variable, and by its key's name. A shorter value would hide parts of
 other words."""

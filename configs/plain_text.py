@@ -14,11 +14,11 @@ from urllib.parse import quote
 from configs.own_packages import named_as_called
 
 UNSEEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters, except tab and line feed
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters, except tab and line feed; escape sequences begin with one
     "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # change the direction of nearby text
     "\u2028\u2029\ufeff\ufff9-\ufffb\U000e0000-\U000e007f\U000e0100-\U000e01ef"  # line breaks, invisible marks, tags
     "\u00ad\u034f\u115f\u1160\u17b4\u17b5\u180e\u200b\u2060-\u2065\u206a-\u206f\u3164\uffa0"  # nothing to see, no join
-    "\ud800-\udfff]"  # lone surrogates
+    "\ud800-\udfff]"  # lone surrogates, which no encoding can hold
 )
 COLOUR = re.compile("\x1b\\[[0-9;:]*m")
 FURTHER = re.compile("\n(?!Traceback [(]most recent call last[)]:\n)")

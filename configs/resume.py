@@ -90,7 +90,7 @@ def changes(before: Settings | None, config: Config) -> list[Change]:
         "data.demonstrations": DemonstrationsConfig,
     }
     for key, form in forms.items():
-        if given := known[key]:  # as it was written
+        if given := known[key]:  # the store has it as it was written
             known[key] = form.model_validate(given).model_dump(mode="json")
     both = {key: comparable(key, known.get(key), value, config) for key, value in settings(config).items()}
     found = [Change(key, old, new) for key, (old, new) in both.items() if old != new]

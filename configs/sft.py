@@ -51,6 +51,7 @@ def rules(config: Config, rows: int | None = None) -> Iterator[str]:
 
 
 def beside(config: Config) -> Iterator[str]:
+    """Yield what is wrong with `data.demonstrations` in a run of reinforcement learning."""
     given, facts, path = config.data.demonstrations, facts_of(config.model), config.model.path
     if given is None:
         return

@@ -222,6 +222,7 @@ def open_private(path: str | Path, flags: int) -> int:
 
 
 def private_folder(path: Path) -> None:
+    """Make a folder for a run's own files, unless it is there."""
     _make_folder(path, 0o777 & ~run_umask())
 
 
@@ -249,6 +250,7 @@ def problems(environment: Mapping[str, str] = os.environ, interfaces: bool = Tru
 
 
 def warnings(environment: Mapping[str, str], model: str) -> list[str]:
+    """Caches that cannot be written, and variables that are no longer read."""
     home = environment.get("HOME") or os.path.expanduser("~")
     caches = environment.get("XDG_CACHE_HOME") or f"{home}/.cache"
     named = {

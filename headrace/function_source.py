@@ -136,6 +136,7 @@ def _literal(value: Any) -> str | None:
 
 
 def _source(value: Any) -> str:
+    """Raises NoSource."""
     kind, name = ("class" if isinstance(value, type) else "function"), value.__name__
     if name == "<lambda>":
         raise NoSource(

@@ -217,6 +217,7 @@ class Launcher:
 
 
 def command(*words: str, well: Sequence[int] = (0,)) -> str:
+    """Return what `headrace WORDS` prints. Raises HeadraceError."""
     done = subprocess.run([sys.executable, "-P", str(ENTRY), *words], capture_output=True, text=True)
     if done.returncode and (done.returncode not in well or not done.stdout):
         raise HeadraceError((done.stderr or done.stdout).strip() or f"headrace {words[0]}: exit code {done.returncode}")

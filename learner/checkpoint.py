@@ -117,13 +117,14 @@ class Checkpoints:
         return version
 
     def _adapter(self, policy: Policy) -> AdapterOf | None:
-        """A collective the first time."""
+        """A collective of all ranks the first time."""
         if self.model.lora is None:
             return None
         self._base = self._base or digest(policy.model, policy.mesh)
         return AdapterOf(model=self.model, base=self._base)
 
     def _load(self, state: dict[str, Any], folder: Path) -> None:
+        """Raises ConfigError if the shards hold more than plain values, or are another model's."""
         try:
             load(state, storage_reader=Reader(folder), planner=Planner(), process_group=self.ranks.writers)
         except CheckpointException as error:

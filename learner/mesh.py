@@ -41,7 +41,7 @@ def process_group(config: Config, device: torch.device) -> Iterator[DeviceMesh]:
     world = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
     local = ranks_of_node(config.learner, world, os.environ)
     if local < world:
-        choose_interface(os.environ)
+        choose_interface(os.environ)  # refuses an address at which the other nodes' ranks would wait in vain
     else:
         gloo_here()
     store, rank = meet(os.environ) if "RANK" in os.environ else (HashStore(), 0)

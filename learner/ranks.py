@@ -218,7 +218,7 @@ class Node:
             before, self._level = self._level, max(level, self._level)
             if before < 2 <= level:
                 self.forced_by = number
-            for count in range(before, level):  # ranks ignore a repeated SIGTERM as a duplicate
+            for count in range(before, level):  # ranks ignore a repeated SIGTERM, which may be a duplicate
                 pass_on(FORCING if count else number)
 
     def tell(self, *words: object) -> None:

@@ -35,7 +35,7 @@ TORCH_LATER_S = 15.0
 ANSWER_S = 10.0
 """If the store answers later, each rank ends itself."""
 Note = dict[str, Any]
-"""Collectives `begun` by group, `where` the rank is, `at` which Unix time."""
+"""A rank's note: collectives `begun` by group, `where` the rank is, and `at` which Unix time it was written."""
 
 
 def enable_flight_recorder() -> None:
@@ -171,7 +171,7 @@ def current_line(thread: int | None) -> str:
 def verdict(
     entry: dict[str, Any], waited: float, notes: dict[int, Note | None], rank: int, timeout_s: float, path: Path
 ) -> str:
-    """One line. The missing rank wrote no note, or has begun the fewest of the group's collectives."""
+    """The missing rank wrote no note, or has begun the fewest of the group's collectives."""
     mine, group = notes[rank], entry["group"]
     where = mine["where"] if mine else "?"
     head = f"learner: timeout: rank {rank} has waited {waited:.1f} s in {entry['profiling_name']} ({where}) for"

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("rollout")
 PROG = "python -m rollout"
 COMMANDS = {each.PROG.split()[-1]: (each.PROG, each.main) for each in (evaluate, reward_server, teacher_server)}
+"""By word: the command's name in messages, and what runs it."""
 ALIVE_EVERY_S = 5.0
 SIGNALS_S = 0.1
 T = TypeVar("T")

@@ -76,6 +76,7 @@ def say(line: str) -> None:
 
 
 def check_evaluated(config: Config) -> None:
+    """Raise ConfigError if models cannot be evaluated."""
     check_server(config, files=["data.eval"])
     check_scored(config)
 

@@ -40,6 +40,7 @@ class TakesTooLong(BaseException):
 
 @lru_cache(maxsize=64)
 def data_set(name: str, config: str) -> Any:
+    """`config`: JSON."""
     from reasoning_gym import create_dataset
     from reasoning_gym.factory import DATASETS
 
@@ -57,7 +58,7 @@ def data_set(name: str, config: str) -> Any:
         raise RequestError(f"{name} has no {unknown[0]}; it has {', '.join(known)}")
     try:
         return create_dataset(name, **values)
-    except Exception as error:  # a set checks its own config
+    except Exception as error:  # a set checks its config in its own way
         raise RequestError(f"{name} refuses its config: {type(error).__name__}: {error}") from None
 
 

@@ -154,7 +154,7 @@ def _is_plain(kind: pa.DataType) -> bool:
 
 
 def _longest(column: pa.ChunkedArray) -> float:
-    """A share of the limit."""
+    """The longest value, as a share of the limit."""
     kind, types = column.type, pa.types
     if types.is_struct(kind):
         return max((_longest(pc.struct_field(column, [at])) for at in range(kind.num_fields)), default=0)

@@ -153,7 +153,7 @@ class ImageRows:
 
 
 class JoinedImages:
-    """`parts`: a file's first row, what introduces its errors, its images."""
+    """`parts`: the number of a file's first row, what introduces its errors, and its images."""
 
     def __init__(self, parts: Sequence[tuple[int, str, ImageRows]]) -> None:
         self._starts, self._parts = [start for start, _, _ in parts], [images for _, _, images in parts]

@@ -175,7 +175,7 @@ def count_rows(source: Source) -> int | None:
 def _count(file: Path) -> int:
     opened: Callable[..., Any] = gzip.open if file.suffix == GZIPPED else open
     if kind_of(file) == ".parquet":
-        from pyarrow import parquet  # slow
+        from pyarrow import parquet  # slow to import
 
         return int(parquet.ParquetFile(file).metadata.num_rows)
     with opened(file, "rb") as data:

@@ -42,6 +42,7 @@ def alerts(metrics: Mapping[str, float], history: Sequence[Mapping[str, float]],
 
 
 def youngest_k3(metrics: Mapping[str, float]) -> str | None:
+    """The k3 of the youngest trained tokens that are FEW_TOKENS or more."""
     found = (key for key, age in K3_BY_AGE.items() if metrics.get(f"age/share_{age}", 1.0) >= FEW_TOKENS)
     return next((key for key in found if key in metrics), None)
 

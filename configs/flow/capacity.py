@@ -19,9 +19,9 @@ PARKED_BYTES = 256 * 2**20
 """Groups that wait in memory while the store is full."""
 COMMIT_BYTES = 16 * 2**20
 BASE_BYTES, CONNECTION_BYTES, SAMPLE_BYTES, ROW_BYTES = 128 * 2**20, 2**16, 512, 16
+"""The process, and each connection, open sample without tokens, and row without text."""
 RECORD_BYTES, PLACE_BYTES = 320, 320
 """Each drawn row, and its place among those to be drawn with `data.difficulty`."""
-"""The process, and each connection, open sample without tokens, and row without text."""
 
 
 def connections(config: Config) -> int:

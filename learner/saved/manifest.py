@@ -141,7 +141,7 @@ def recover(folder: Path) -> None:
 
 
 def set_aside(checkpoint: Path) -> Path:
-    """Rename a damaged checkpoint."""
+    """Rename a damaged checkpoint, so that it is none any more."""
     aside = checkpoint.with_suffix(DAMAGED)
     shutil.rmtree(aside, ignore_errors=True)
     return checkpoint.rename(aside)

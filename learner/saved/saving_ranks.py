@@ -57,7 +57,7 @@ class SavingRanks:
             raise ConfigError([judged[0]])
 
     def newest_sound(self) -> int:
-        """The newest undamaged version, or 0. Sets damaged checkpoints aside."""
+        """Version of the newest complete and undamaged checkpoint, 0 if there is none. Sets damaged ones aside."""
         if dist.get_rank() == 0 and self.folder.is_dir():
             recover(self.folder)
         while version := self._newest():

@@ -103,7 +103,7 @@ class RefusedClass(pickle.UnpicklingError):
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Loads objects of CLASSES and plain values. Raises RefusedClass."""
+    """Loads objects of CLASSES and plain values. Raises RefusedClass for all else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in CLASSES:

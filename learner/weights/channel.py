@@ -23,8 +23,8 @@ import torch.distributed as dist
 T = TypeVar("T")
 c10d: Any = dist  # torch exports no types of these classes
 AHEAD = 3
-"""Broadcasts queued beyond the one waited for, on CPUs. GPUs queue all at once: calls from Python contend for the
-GIL."""
+"""Broadcasts queued beyond the one waited for, between CPUs. Between GPUs all are queued at once: calls from Python
+contend for the GIL."""
 NCCL_SETTINGS = {
     "TORCH_NCCL_BLOCKING_WAIT": "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",

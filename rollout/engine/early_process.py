@@ -89,6 +89,7 @@ class EarlyProcess:
             self.close()
 
     def close(self) -> None:
+        """End the process, unless it is vLLM's."""
         if not self._taken:
             self._taken = True
             self.child.kill()

@@ -22,7 +22,8 @@ from rollout.tasks.trajectory import PlacedImage
 
 
 def image_input(tokens: list[int], images: Sequence[PlacedImage], salt: str, names_salt: str, dtype: Any) -> Any:
-    """`salt` is the prefix cache's; `names_salt` differs if other weights see the images."""
+    """`salt` is the prefix cache's. `names_salt` is in the names of images, because other weights see an image
+    otherwise."""
     items = MultiModalKwargsItems({"image": [item(image.picture, dtype) for image in images]})
     names = {"image": [f"{image.picture.digest}-{names_salt}" for image in images]}
     ranges = {"image": [PlaceholderRange(offset=each.start, length=each.picture.num_tokens) for each in images]}

@@ -61,6 +61,7 @@ def run_api_server(keys: Path, words: Sequence[str], cpu: bool) -> None:
 
 
 def check_reward_server(config: Config) -> None:
+    """Raise ConfigError with every contradiction."""
     further = [*unknown_fields(config.reward.engine, "reward"), *unreadable_variables(), *moved()]
     if config.reward.model is None:
         further = [*further, "reward.model: missing; name the folder of a sequence classification model"]

@@ -41,6 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def check_teacher_server(config: Config) -> None:
+    """Raise ConfigError with every contradiction."""
     check(config, files=("teacher.model",), further=[*unknown_arguments(config), *unreadable_variables(), *moved()])
 
 

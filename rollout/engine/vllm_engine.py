@@ -250,6 +250,7 @@ class Engine:
         }
 
     def sequences_by_kv(self, mean_tokens: float) -> int:
+        """How many sequences the KV cache holds, with half a block to spare."""
         cache = self._llm.vllm_config.cache_config
         assert cache.num_gpu_blocks is not None
         return int(cache.num_gpu_blocks / (mean_tokens / cache.block_size + 0.5))

@@ -24,6 +24,7 @@ def window_override(model_path: str) -> dict[str, Any]:
 
 
 def adds_one() -> bool:
+    """Whether the installed vLLM adds one to the window."""
     node = attention_of_cohere()
     return node is not None and any(_is_sum(each) for each in ast.walk(node))
 

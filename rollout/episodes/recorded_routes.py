@@ -101,4 +101,5 @@ class RecordedRoutes:
 
 
 def digest(tokens: np.ndarray) -> bytes:
+    """`tokens`: int32."""
     return blake2b(tokens.tobytes(), digest_size=16).digest()

@@ -150,6 +150,7 @@ def _serve(function: Callable[..., Any], calls: socket.socket) -> NoReturn:
 
 
 def bound_memory(more: int) -> None:
+    """Let this process allocate `more` bytes beyond its size."""
     with open("/proc/self/statm") as statm:
         held = int(statm.read().split()[5]) * resource.getpagesize()
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]

@@ -20,7 +20,7 @@ KEPT = 2
 
 
 class Files:
-    """Replaces `broadcast.BroadcastGroup`."""
+    """Takes the place of `broadcast.BroadcastGroup`."""
 
     backend, at_fault = "", False
     members: tuple[Member, ...] = ()

@@ -50,7 +50,7 @@ class Mailbox:
                 data = store.get(f"{self._name}/{number}")
             except dist.DistNetworkError:
                 return
-            except dist.DistStoreError:  # nothing was posted
+            except dist.DistStoreError:  # nothing was posted for as long as a call may take
                 continue
             number += 1
             yield unpack(data, self._kinds)

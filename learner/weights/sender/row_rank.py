@@ -159,7 +159,7 @@ class RowRank:
     def _guard(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except dist.DistError:  # the learner ends as a whole
+        except dist.DistError:  # rank 0 is gone: the learner ends as a whole
             log.warning("weights: rank 0 is out of reach")
         except BaseException as error:  # outermost boundary
             log.exception("weights: a thread of rank %d ended", self._ranks.rank)

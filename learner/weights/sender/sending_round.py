@@ -154,7 +154,7 @@ class SendingRound:
             broken = "a server was lost or failed in the broadcast"
             for member in ready:
                 failed = isinstance(member.answer, protocol.Failed) and not self.transport.at_fault
-                member.spoilt = member.spoilt or failed
+                member.spoilt = member.spoilt or failed  # the others go on
             sending.add_done_callback(lambda future: future.exception())  # asyncio must not log it
         self.transport.give_up()
         self._say(ready, protocol.Cancel(round=self.number, reason=broken))

@@ -28,7 +28,7 @@ LOAD_S = 600.0
 
 
 class TriedEngine(Protocol):
-    """vLLM's engine."""
+    """vLLM's engine (`rollout/engine/vllm_engine.py`)."""
 
     @property
     def vocabulary(self) -> int: ...

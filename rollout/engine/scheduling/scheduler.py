@@ -23,7 +23,8 @@ from rollout.engine.scheduling.record import Record, alike
 
 REPORT_S = 0.2
 END_WAITS = 0.01
-"""Share of their lifetime that finished sequences may wait to share a message, which wakes the front process."""
+"""Finished sequences wait for at most this share of their lifetime, so that several share one message, which wakes the
+front process."""
 
 
 class KeepingScheduler(PlainSteps):
