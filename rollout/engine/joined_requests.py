@@ -78,7 +78,7 @@ class JoinedRequests:
             try:
                 if names:
                     await self._core.add_request_async(self._request(names, *bundle.make()))
-            except Exception as error:
+            except Exception as error:  # its callers get it
                 self._fail(names, error)
 
     def _request(self, names: Sequence[str], given: Any, parameters: SamplingParams) -> EngineCoreRequest:

@@ -43,7 +43,7 @@ class Mailbox:
 
     def read(self) -> Iterator[Message]:
         """Each message from the first on, until the store is gone."""
-        store, number = self._store.clone(), 1  # a wait blocks its own connection
+        store, number = self._store.clone(), 1  # a connection of its own: a wait blocks it
         store.set_timeout(timedelta(days=1))
         while True:
             try:
