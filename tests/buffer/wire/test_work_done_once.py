@@ -122,6 +122,24 @@ def test_a_parked_group_is_parsed_once_when_there_is_room_for_it(monkeypatch: py
     assert parses.number == 2 * len(others)
 
 
+def test_parked_groups_are_judged_a_few_in_each_turn_until_the_batch_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 MiB take a second or ten, and the learner gets no part before that."""
+    monkeypatch.setattr(pending, "COMMIT_BYTES", 1)
+    clients = Clients(make_requests(groups=4, max_staleness=4, max_bytes=1))
+    first, *others = clients.work("a", 6)
+    clients.put("a", first)
+    clients.turn()
+    for item in others:
+        clients.put("a", item)
+    clients.say("l0", Take(version=0, rank=0, world=1))
+    kinds = []
+    for _ in range(3):
+        kinds.append(sorted(type(message).__name__ for *_, message in clients.turn()))
+        assert clients.requests._postponed == (len(kinds) < 3)
+    assert kinds == [["Stored"], ["Stored"], ["Part", "Stored"]] and clients.turn() == []
+    assert len(list(clients.requests._parked)) == 2
+
+
 def test_a_group_that_cannot_be_trained_is_refused_once_there_is_room_and_its_item_goes_on() -> None:
     clients = Clients(make_requests(groups=2, max_staleness=4, max_bytes=1))
     first, second, third = clients.work("a", 3)
