@@ -89,7 +89,8 @@ def accept_loss(config: Config) -> None:
 def _accept(config: Config, file: Path) -> None:
     if commits := _counted(file):
         witness.Witness(file, commits).close()
-        witness.begin_sums(file)
+        with explained(file):
+            witness.begin_sums(file)
     else:
         witness.file_of(file).unlink(missing_ok=True)
     if not is_begun(file) and (version := newest(config.run.path / "checkpoints")):

@@ -253,7 +253,7 @@ class Store:
             return
         with suppress(OSError):
             if self._sums:
-                self._sums.sync()
+                self._sums.note_log()  # the last commits may not be noted
             self._copy_log("TRUNCATE")
 
     def _copy_log(self, how: str) -> None:

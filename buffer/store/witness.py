@@ -30,7 +30,7 @@ import sqlite3
 import struct
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
+from contextlib import closing, suppress
 from functools import cache
 from mmap import mmap
 from pathlib import Path
@@ -67,6 +67,8 @@ DAMAGED = MASK
 LOOKS, LOOK_S = 3, 0.01
 """How often, and after how long, a page that seems damaged is read."""
 LISTED = 20
+WITHOUT_LOG = b"\x01\x01"
+"""Bytes 18 and 19 of a file without a log."""
 Entries = npt.NDArray[np.uint32]
 
 
@@ -383,7 +385,15 @@ def _entries(stream: BinaryIO) -> Entries:
 
 
 def begin_sums(path: Path) -> None:
-    """Write the checksums of the ledger's file as it is. No connection of this process may be open."""
+    """Write the checksums of the ledger's file as it is. No connection of this process may be open.
+
+    A copy that SQLite made (`VACUUM INTO`) has no log. To give it one changes page 1 in the file, so that comes first.
+    """
+    with open(path, "rb") as stream:
+        formats = stream.read(20)[18:]
+    if formats == WITHOUT_LOG:
+        with closing(sqlite3.connect(path)) as db:
+            db.execute("PRAGMA journal_mode = WAL")
     with open(path, "rb") as stream:
         entries = _entries(stream)
     draft = path.with_name(f"{sums_of(path).name}.tmp")

@@ -174,13 +174,16 @@ class PutVerb:
         self._unfit, self._logged_at = 0, -math.inf
 
     def answer(self, peer: Peer, put: Put, now: float) -> Stored | None:
-        """Judges a group once, when there is room for it."""
-        if self._groups.full:
-            return None
+        """Judges a group once, when there is room for it.
+
+        A wrong number of samples never waits: empty ones take memory that their bytes do not show.
+        """
         item, what = self._ledger.state.items.get(put.item), f"item {put.item}"
         try:
             if len(put.samples) != self._limits.samples:
                 raise WrongValue(what, f"{len(put.samples)} samples, batch.samples is {self._limits.samples}")
+            if self._groups.full:
+                return None
             figures = stats_of(put.item, put.samples, self._limits.bounds)
             shown = max([sample.row_images for sample in figures])
             if shown and item and shown > (has := len(self._rows.images_of(item.row))):

@@ -15,7 +15,7 @@ from buffer.wire import protocol, status
 from buffer.wire.handlers import AwaitedNews, Handlers, revision_of
 from buffer.wire.message import Frame, Message, number_of, pack, pack_frames, unpack
 from buffer.wire.quotas import MOST_PENDING, MOST_PUTS
-from configs.flow.capacity import PARKED_BYTES
+from configs.flow.capacity import COMMIT_BYTES, PARKED_BYTES
 
 log = logging.getLogger(__name__)
 ASKED_FOR_S = 10.0
@@ -213,23 +213,28 @@ class PendingRequests:
         return min((end for end in ends if end is not None), default=None)
 
     def retry(self, now: float) -> None:
-        """The oldest first, until nothing changes for the others."""
-        again = self._postponed
+        """The oldest first, until nothing changes for the others, or as many groups are judged as a commit may have."""
+        again, room, groups = self._postponed, COMMIT_BYTES, self.handlers.groups
         while again or self._tried != revision_of(self.handlers):
             again, self._tried = False, revision_of(self.handlers)
             for wait in [wait for wait in self._parked.by_wait if wait.kind != "Ask"]:
                 for _, request in self._parked.of([wait]):
+                    if isinstance(request.message, protocol.Put):
+                        if room <= 0:
+                            break
+                        room -= _size(request.message)
                     self._try(request, now)
                     if request.wait is not None:
                         break  # the others wait for the same
             if asks := [wait for wait in self._parked.by_wait if wait.kind == "Ask"]:
                 self._retry_asks(asks, now)
-        is_full = self.handlers.groups.full or AwaitedNews("Put") in self._parked.by_wait
-        if self._delayed.requests and not is_full:
+        has_puts = AwaitedNews("Put") in self._parked.by_wait
+        groups.turn.postponed |= has_puts and room <= 0 and not groups.full
+        if self._delayed.requests and not (groups.full or has_puts):
             for request in self._delayed.ask_for(now):
                 if request.identity in self.handlers.peers.known:
                     self.out.append((request.identity, pack(request.number, protocol.Again())))
-        self._postponed = self.handlers.groups.turn.postponed
+        self._postponed = groups.turn.postponed
 
     def _retry_asks(self, waits: Sequence[AwaitedNews], now: float) -> None:
         closed, newest = -1, max(wait.version for wait in waits)

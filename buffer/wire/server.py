@@ -159,7 +159,7 @@ class BufferServer:
             self._polling.cancel()
 
     async def _answer(self, requests: PendingRequests, now: float, more: bool) -> bool:
-        """Returns whether there is work for Takes now."""
+        """Returns whether there is work for Takes, or for parked groups, now."""
         requests.retry(now)
         if not more:
             self._due = requests.expire(now)  # what was tried again may wait for the clock too

@@ -9,6 +9,7 @@ from buffer.problems import Problems
 from buffer.wire import requests as pending
 from buffer.wire import sample
 from buffer.wire.handlers import revision_of
+from buffer.wire.message import MOST_HELD
 from buffer.wire.protocol import Ack, Ask, Heartbeat, Later, Part, Put, Rewind, Stored, Take, Trained, Work
 from tests.buffer.wire.test_many import Clients, hello
 from tests.harness.buffer_process import PROBLEMS, group, make_requests
@@ -121,12 +122,30 @@ def test_a_parked_group_is_parsed_once_when_there_is_room_for_it(monkeypatch: py
     assert parses.number == 2 * len(others)
 
 
+def test_parked_groups_are_judged_a_few_in_each_turn_until_the_batch_is_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """256 MiB take a second or ten, and the learner gets no part before that."""
+    monkeypatch.setattr(pending, "COMMIT_BYTES", 1)
+    clients = Clients(make_requests(groups=4, max_staleness=4, max_bytes=1))
+    first, *others = clients.work("a", 6)
+    clients.put("a", first)
+    clients.turn()
+    for item in others:
+        clients.put("a", item)
+    clients.say("l0", Take(version=0, rank=0, world=1))
+    kinds = []
+    for _ in range(3):
+        kinds.append(sorted(type(message).__name__ for *_, message in clients.turn()))
+        assert clients.requests._postponed == (len(kinds) < 3)
+    assert kinds == [["Stored"], ["Stored"], ["Part", "Stored"]] and clients.turn() == []
+    assert len(list(clients.requests._parked)) == 2
+
+
 def test_a_group_that_cannot_be_trained_is_refused_once_there_is_room_and_its_item_goes_on() -> None:
     clients = Clients(make_requests(groups=2, max_staleness=4, max_bytes=1))
     first, second, third = clients.work("a", 3)
     clients.put("a", first)
     clients.turn()
-    samples = [one.pack() for one in group(second.item)][:1]
+    samples = [one.pack()[:-1] for one in group(second.item)]
     clients.say("a", Put(item=second.item, lease=second.lease, samples=samples))
     clients.put("a", third)
     assert clients.turn() == [], "the buffer is full"
@@ -134,6 +153,18 @@ def test_a_group_that_cannot_be_trained_is_refused_once_there_is_room_and_its_it
     stored = [message for *_, message in clients.turn() if isinstance(message, Stored)]
     assert [(one.accepted, one.unfit) for one in stored] == [(False, True), (True, False)]
     assert clients.requests.parked_bytes == 0 and clients.requests.handlers.ledger.view.counts()["waiting"] == 1
+
+
+def test_a_group_with_a_wrong_number_of_samples_is_refused_though_the_buffer_is_full() -> None:
+    """65,536 empty samples have no bytes that count, and take half a megabyte."""
+    clients = Clients(make_requests(groups=2, max_staleness=4, max_bytes=1))
+    first, second = clients.work("a", 2)
+    clients.put("a", first)
+    clients.turn()
+    clients.say("a", Put(item=second.item, lease=second.lease, samples=[b""] * MOST_HELD))
+    (stored,) = [message for *_, message in clients.turn()]
+    assert stored.unfit and f"{MOST_HELD} samples, batch.samples is 2" in stored.reason
+    assert not list(clients.requests._parked) and clients.requests.handlers.ledger.view.counts()["waiting"] == 1
 
 
 def test_a_group_that_is_put_off_is_parsed_when_it_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
