@@ -25,7 +25,7 @@ from configs.load import ConfigError
 from configs.schema import Config, ModelConfig
 from configs.variables import gloo_here, run_folder
 from learner.certify.certifier import certify, key_of
-from learner.certify.ranks import Pair
+from learner.certify.ranks import Pair, RankKilled, how_ended
 from learner.model import loading, state
 from learner.model.exactness import REMEDY, check_adapter, check_exact, check_shareable, named
 
@@ -112,16 +112,8 @@ def _end(code: int | None, limit_s: float) -> str:
     """Say how the process ended that gave no certificate. `code`: its exit code; None: it took too long."""
     if code is None:
         return f"its certificate was not made in {limit_s:g} s; start again on a machine that is less busy"
-    how = f"exited with code {code}" if code >= 0 else f"was killed by {_signal_name(-code)}"
     memory = ", as the kernel does when memory is short; free memory, or allow the job more" * (-code == signal.SIGKILL)
-    return f"the process that makes its certificate {how}{memory}"
-
-
-def _signal_name(number: int) -> str:
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
+    return f"the process that makes its certificate {how_ended(code)}{memory}"
 
 
 @contextmanager
@@ -154,7 +146,7 @@ def _answer(
     try:
         connection.send((target(model, *given), "", False))
     except Exception as error:  # of transformers' code, which this process alone runs
-        short = isinstance(error, MemoryError) or any(words in str(error) for words in MEMORY)
+        short = isinstance(error, MemoryError | RankKilled) or any(words in str(error) for words in MEMORY)
         connection.send(("", named(error), short))
 
 

@@ -1,5 +1,6 @@
 """A run needs a certificate that holds. It is made once for a model and code, and kept in the run's folder."""
 
+import multiprocessing
 import os
 import re
 import signal
@@ -17,6 +18,7 @@ from configs.load import ConfigError
 from configs.schema import Config, ModelConfig
 from learner.certify import certifier, process
 from learner.certify.certifier import key_of
+from learner.certify.ranks import Pair
 from learner.model import loading
 from learner.model.shrink import small
 from tests.harness.world import tiny_model
@@ -210,13 +212,13 @@ def waits(model: ModelConfig, *given: bool) -> str:
 @pytest.mark.parametrize(
     ("target", "given", "limit_s", "words"),
     [
-        (dies, True, 60.0, "the process that makes its certificate exited with code 9"),
-        (killed, False, 60.0, "the process that makes its certificate was killed by SIGSEGV"),
+        (dies, True, 60.0, "the process that makes its certificate ended with exit code 9"),
+        (killed, False, 60.0, "the process that makes its certificate was ended by SIGSEGV"),
         (
             killed,
             True,
             60.0,
-            "the process that makes its certificate was killed by SIGKILL, as the kernel does when me",
+            "the process that makes its certificate was ended by SIGKILL, as the kernel does when m",
         ),
         (without_memory, True, 60.0, "memory is short while its certificate is made (MemoryError: ); free memory"),
         (without_memory, False, 60.0, "memory is short while its certificate is made (RuntimeError: DefaultCPU"),
@@ -229,3 +231,19 @@ def test_the_end_of_its_process_is_named_and_not_blamed_on_the_model(
     with pytest.raises(process.NoCertificate, match=re.escape(f"model.path: m: {words}")) as error:
         process._forked(target, ModelConfig(path="m"), (given,), limit_s)
     assert "\n" not in str(error.value)
+
+
+def of_a_killed_rank(model: ModelConfig, *given: bool) -> str:
+    with Pair(multiprocessing.get_context("fork"), process.prepare) as pair:
+        pair.start()
+        for rank, _ in pair._ranks:
+            os.kill(rank.pid or 0, signal.SIGKILL if given[0] else signal.SIGSEGV)
+        return pair.ask(model, [[], []])[0].error
+
+
+def test_a_rank_that_is_killed_for_its_memory_is_no_fault_of_the_model() -> None:
+    model, words = ModelConfig(path="m"), "memory is short while its certificate is made (RankKilled: a rank was killed"
+    with pytest.raises(process.NoCertificate, match=re.escape(words)):
+        process._forked(of_a_killed_rank, model, (True,), 60.0)
+    said = process._forked(of_a_killed_rank, model, (False,), 60.0)
+    assert said == "the process of a rank was ended by SIGSEGV"
