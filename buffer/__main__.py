@@ -1,7 +1,7 @@
 """`python -m buffer CONFIG` runs the buffer of a run.
 
-The first SIGINT or SIGTERM stops it cleanly, with all that was received committed, the second at once. Exit 2: bad
-input, found before the start. Exit 1: the file failed while it served.
+The first SIGINT or SIGTERM stops it cleanly (exit 0: all that was received is committed and answered), the second at
+once. Exit 2: bad input, found before the start. Exit 1: the file failed while it served.
 """
 
 import asyncio
@@ -82,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def print_keys(config: Config) -> int:
-    """Make the keys of a run, and print their folder."""
+    """Make the keys of a run unless they are there, and print their folder; returns the exit code."""
     try:
         print_visible(make_keys(config.run.path / "keys"))
     except KeysError as error:
@@ -135,7 +135,7 @@ async def run(config: Config, loss_accepted: bool = False) -> None:
 
 def advice_for(error: sqlite3.Error | OSError) -> str:
     if isinstance(error, StoreGone | DamagedPage):
-        return ""
+        return ""  # its own text says what to do
     if is_damage(error):
         damage = "The file is damaged: `python -m buffer scrub RUN` names what is"
         return f". {damage}; bring back a copy of it, or begin anew with another run.name."

@@ -42,7 +42,8 @@ def judge_connections(
 ) -> ThreadAuthenticator:
     """Start an authenticator for `socket`, which is not bound yet.
 
-    It is a thread, so a busy event loop delays no connection. The caller stops it before the context ends.
+    It is a thread, so a busy event loop delays no connection. The caller stops it before the context ends. libzmq takes
+    foreign bytes for ZMTP 1 or 2, which a socket with a mechanism rejects.
     """
     authenticator = RoleAuthenticator(context, keys)
     try:
@@ -70,7 +71,7 @@ def identify(socket: Any, keys: ClientKeys, address: str) -> None:
 
 
 def endpoint(address: str, folder: Path) -> str:
-    """`folder` holds the run's keys."""
+    """Where ZeroMQ binds or connects for `address`. `folder` holds the run's keys."""
     if address != LOCAL:
         return address
     path = folder.absolute() / SOCKET
@@ -85,7 +86,7 @@ def _opened(folder: Path) -> int:
 
 
 def is_loopback(address: str) -> bool:
-    """Whether only this machine reaches the address."""
+    """Whether `tcp://host:port`, or LOCAL, is reachable from this machine only."""
     if address == LOCAL:
         return True
     host = split(address)[0]
@@ -105,7 +106,8 @@ def split(address: str) -> tuple[str, str]:
 
 
 def ready(address: str, run: Path) -> Path:
-    """Return the folder of keys; made here if the buffer is on this machine, so that any process may start first."""
+    """Return the folder of the run's keys. Makes them if the buffer is on this machine, so that any process may start
+    first; on another machine they would fit no other."""
     return make_keys(run / "keys") if is_loopback(address) else run / "keys"
 
 

@@ -1,6 +1,6 @@
-"""The keys of a run: a CURVE pair for each role, and a token for its reward and teacher servers.
+"""The keys of a run: a CURVE pair for each role, and the token that its reward and teacher servers ask for.
 
-`<run>/keys/` (mode 0700) holds `ROLE.public` and `ROLE.secret`, 40 characters of Z85.
+`<run>/keys/` (mode 0700) holds `ROLE.public` and `ROLE.secret` (mode 0600), 40 characters of Z85 each.
 """
 
 import fcntl
@@ -41,7 +41,7 @@ READS: dict[str, tuple[str, ...]] = {
 
 
 class KeysError(ValueError):
-    """The text names file and remedy."""
+    """Keys are of no use; the text names file and remedy."""
 
 
 class NoKeys(KeysError):
@@ -59,7 +59,7 @@ class Pair(NamedTuple):
 
 @dataclass(frozen=True)
 class ServerKeys:
-    """A process's own pair, and whom it admits."""
+    """Keys of a process that others connect to: its own pair, and whom it admits."""
 
     folder: Path
     public: bytes
@@ -82,7 +82,8 @@ class ClientKeys:
 
 
 def make_keys(folder: Path) -> Path:
-    """Raises KeysError. All files appear at once, and only one of several processes makes them."""
+    """Make the keys of a run, unless they are there. All files appear at once or not at all, and only one of several
+    processes makes them. Raises KeysError."""
     try:
         if not _has_keys(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
@@ -137,7 +138,7 @@ def load_token(folder: Path) -> str:
 
 
 def read_key(path: Path) -> bytes:
-    """Raises KeysError, also for a file that others can read."""
+    """Raises KeysError, also for a file that others can read, and for one that holds no key."""
     try:
         mode = path.stat().st_mode & 0o777
         key = path.read_bytes().strip()
@@ -165,7 +166,7 @@ def _pair(folder: Path, role: Role) -> Pair:
 
 
 def _public(folder: Path, role: Role) -> bytes:
-    """Where the secret is too, the two are compared."""
+    """The public key of a role. Where its secret is too, the two are compared."""
     public, secret = folder / f"{role}.public", folder / f"{role}.secret"
     key, known = read_key(public), b""
     if secret.exists():

@@ -1,4 +1,5 @@
-"""`python -m buffer problems RUN`: the drawn problems with solved share, attempts and state."""
+"""`python -m buffer problems RUN`: the drawn problems with solved share, attempts and state. The settings that say what
+is solved, retired and left out are those of the last launch."""
 
 import json
 import sqlite3

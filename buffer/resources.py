@@ -46,7 +46,7 @@ class OpenFiles:
 
 
 def raise_open_files(config: Config) -> None:
-    """Take all that the system allows, less a reserve of the store."""
+    """Take all open files that the system allows, less a reserve of the store."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     soft = hard if hard == resource.RLIM_INFINITY else max(hard - capacity.RESERVED_FILES, hard // 2)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
@@ -58,7 +58,7 @@ def raise_open_files(config: Config) -> None:
 
 
 def memory_left() -> int:
-    """Bytes on this machine, or in its container."""
+    """Bytes that can still be taken on this machine, or in its container."""
     left = psutil.virtual_memory().available
     try:
         most, used = ((CGROUP / name).read_text().strip() for name in ("memory.max", "memory.current"))

@@ -28,7 +28,7 @@ STILL = "SELECT 1 FROM samples WHERE item = ? AND idx = ? AND segment = ? AND po
 
 
 class Scrub:
-    """`damaged` counts lines about damage."""
+    """Yields lines about what it read; `damaged` counts those about damage."""
 
     def __init__(self) -> None:
         self.damaged = 0

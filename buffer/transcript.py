@@ -1,4 +1,4 @@
-"""A sample as people read it, by segments.
+"""A sample as people read it: segment by segment what was given and what was sampled.
 
 A text that names its speakers as ChatML, Llama 3 or Gemma do is split into messages.
 """
@@ -34,7 +34,7 @@ class Stretch(NamedTuple):
 @dataclass(frozen=True)
 class Passage:
     speaker: str
-    """"" if the text does not name it."""
+    """As the text names it; "" where it does not."""
     text: str
     """"" without a tokenizer."""
     tokens: int

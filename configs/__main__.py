@@ -1,8 +1,8 @@
 """`python -m configs RUN.yaml [MORE.yaml ...] [--gpu NAME] [--section.key=value ...]`: explains and checks a run file.
 
 Prints the run's arithmetic, its memory, speed and cost on the card, then `valid`, or everything that is wrong with exit
-code 2. `--keys [SECTION]` lists keys, `--from FILE [--out RUN.yaml]` converts another system's settings. Other packages
-check in processes of their own.
+code 2. `--keys [SECTION]` lists keys, `--from FILE [--out RUN.yaml]` converts another system's settings. Checks and
+forecast run in processes of their own, because this package imports no other one.
 """
 
 import logging

@@ -1,4 +1,5 @@
-"""Finds what in a model's config.json prevents exact training."""
+"""Finds what in a model's config.json prevents exact training, and how many positions the model has.
+`learner/model/exactness.py` tries what only the built model shows."""
 
 import json
 from collections.abc import Iterator, Mapping
@@ -10,7 +11,7 @@ PROVEN = (
 )
 """Tests compare packed rows of these types with transformers."""
 SEEING = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "gemma3")
-"""Images of these types are trained."""
+"""Images of these types are trained. Other multimodal models are trained on text alone."""
 MUTUAL = ("gemma3",)
 """The tokens of an image see each other, later ones too. All images are squares of one size."""
 LAYER_TYPES = (
@@ -18,7 +19,8 @@ LAYER_TYPES = (
     *("linear_attention", "conv", "mamba", "mamba2", "hybrid", "recurrent"),
     *("mlp", "moe"),
 )
-"""The learner keeps documents apart in these."""
+"""The learner keeps documents apart in attention, in layers that keep a state (`learner/model/state.py`), and in layers
+that see one token at a time."""
 QUANTISED = ("quantization_config", "compression_config")
 LAYER_KEYS = ("layer_types", "layers_block_type", "block_types")
 ROPES = ("default", "linear", "llama3", "mrope", "proportional", "yarn")
@@ -26,7 +28,7 @@ ROPES = ("default", "linear", "llama3", "mrope", "proportional", "yarn")
 FINAL = ("deepseek_llama_scaling", "deepseek_yarn", "llama3", "longrope", "su", "yarn")
 """With these `max_position_embeddings` is final; with others vLLM multiplies it by `factor`."""
 GENERATIVE = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
-"""Ends of classes with a head that predicts the next token."""
+"""Ends of names of classes with a head that predicts the next token."""
 SIZES = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("vocab_size", "max_position_embeddings", "num_experts_per_tok", "decoder_sparse_step"),
@@ -36,13 +38,13 @@ ROPE_KEYS = ("rope_parameters", "rope_scaling")
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Multimodal models nest the language model's config."""
+    """Return the config of the language model, which multimodal models nest."""
     nested = config.get("text_config")
     return nested if isinstance(nested, Mapping) else config
 
 
 def trains_text_alone(config: Mapping[str, Any], wanted: bool = False) -> bool:
-    """Whether only the text model is trained. `wanted`: `model.text_alone`."""
+    """Whether only the text model of a multimodal model is trained. `wanted`: `model.text_alone`."""
     seen = config.get("vision_config") is not None  # early files of Qwen2-VL nest their tower alone
     return (seen or text_config(config) is not config) and (wanted or config.get("model_type") not in SEEING)
 
@@ -57,6 +59,7 @@ def is_proven(config: Mapping[str, Any]) -> bool:
 
 
 def unsupported(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield why the learner would not train the model exactly."""
     text = text_config(config)
     if wrong := list(malformed(text)):
         yield from wrong
@@ -118,8 +121,8 @@ def rope_type(rope: Mapping[str, Any]) -> str:
 
 
 def usable_positions(config: Mapping[str, Any]) -> int | None:
-    """vLLM multiplies `max_position_embeddings` by the rope's factor, except for FINAL and Gemma 3, whose config has
-    the product."""
+    """Positions that vLLM accepts: it multiplies `max_position_embeddings` by the rotary embedding's factor, except for
+    FINAL and for Gemma 3, whose config has the product already."""
     positions = config.get("max_position_embeddings")
     if not isinstance(positions, int):
         return None

@@ -13,7 +13,7 @@ FILE = "certificate.json"
 
 
 class Check(BaseModel):
-    """`Check(what="packed documents = alone", figure=3e-6, limit=1e-4, unit="nat")`"""
+    """One comparison: `Check(what="packed documents = alone", figure=3e-6, limit=1e-4, unit="nat")`"""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
     what: str
@@ -22,7 +22,7 @@ class Check(BaseModel):
     limit: float | None = None
     unit: str = ""
     fault: str = ""
-    """Why the check fails."""
+    """Why the check fails, with the type of the layer at fault."""
     note: str = ""
     """Why nothing was compared, or with what."""
 
@@ -40,7 +40,7 @@ COLUMNS = ("compared", "largest difference", "limit", "", "why")
 
 
 def judged(what: str, figure: float, limit: float, unit: str = "nat", fault: str = "", note: str = "") -> Check:
-    """Return a check that holds if `figure` is at most `limit`."""
+    """Return a check that holds if `figure` is at most `limit`; `fault` says why not."""
     if isfinite(figure):
         why = "" if figure <= limit else fault or "the difference is above the limit"
         return Check(what=what, figure=figure, limit=limit, unit=unit, fault=why, note=note)
@@ -107,6 +107,7 @@ def _crc32c(certificate: Certificate) -> str:
 
 
 def write(certificate: Certificate, file: Path) -> None:
+    """Write the certificate whole or not at all."""
     draft = file.with_name(f"{file.name}.draft")
     with open(draft, "w", encoding="utf-8", opener=open_private) as made:
         checked = certificate.model_copy(update={"crc32c": _crc32c(certificate)})

@@ -1,4 +1,4 @@
-"""Which checkpoints a run's folder has, and whether their files are whole.
+"""Which checkpoints a run's folder has, and whether their files are those that were written.
 
 A manifest is written last and makes a folder a checkpoint. It has CRC32C of all files and of itself; earlier releases
 wrote sizes alone.
@@ -113,6 +113,6 @@ def newest(folder: Path) -> int:
 
 
 def _found(folder: Path) -> dict[int, Path]:
-    """Includes a checkpoint that was being replaced."""
+    """Includes a checkpoint that was being replaced when the learner was killed."""
     replaced = {int(path.stem[1:]): path for path in folder.glob(f"v*{REPLACED}") if path.stem[1:].isdigit()}
     return replaced | {int(path.name[1:]): path for path in folder.glob("v*") if path.name[1:].isdigit()}

@@ -1,6 +1,7 @@
 """Refuses a run file whose keys contradict each other or the machine, before any process starts.
 
-Other packages judge what needs torch, a GPU or vLLM.
+A rule yields lines: the key and the other key with their values, and the remedy. No package judges the run file a
+second time, except where torch, a GPU, the model or vLLM is needed to know.
 """
 
 import ast
@@ -30,7 +31,7 @@ TOKEN_BYTES = 13
 """int32 token, uint8 sampled, float32 log-probability, int32 version."""
 TEACHER_BYTES = 4
 TOP_BYTES = 8
-"""int32 token and float32 log-probability."""
+"""Per sampled token for each of `teacher.top_k`: int32 token and float32 log-probability."""
 
 WEIGHTS = "model.path: weights"
 """A server does not read the weights if whole policies are pushed to it."""
@@ -104,7 +105,8 @@ QUANTIZATIONS = ("fp8", "fp8_per_tensor")
 def check(
     config: Config, *, problems: int | None = None, files: Collection[str] = FILES, further: Iterable[str] = ()
 ) -> None:
-    """Raise ConfigError with every contradiction. `problems`: rows of data.train."""
+    """Raise ConfigError with every contradiction. `problems`: rows of data.train. `files`: keys whose files must be on
+    this machine."""
     refuse_sft(config)
     refuse_paths(config)
     found = [
@@ -122,6 +124,7 @@ def check(
 
 
 def refuse_sft(config: Config) -> None:
+    """Raise ConfigError for a run file of supervised fine-tuning."""
     if config.sft.rows is not None:
         remedy = "run it with python -m learner sft, or remove the section sft"
         raise ConfigError([f"sft.rows: {config.sft.rows}: the run file describes supervised fine-tuning; {remedy}"])
@@ -171,6 +174,7 @@ def _unusable(path: Path | str) -> str:
 
 
 def check_sft(config: Config, *, rows: int | None = None, files: Collection[str] = SFT_FILES) -> None:
+    """Raise ConfigError with everything that contradicts supervised fine-tuning."""
     refuse_paths(config)
     found = [
         *sft.rules(config, rows), *context_parallel.contradictions(config), *matmul.contradictions(config),
@@ -215,7 +219,7 @@ def _address(config: Config) -> str:
 
 
 def own_hosts(config: Config) -> list[str]:
-    """Hosts of own processes, never reached through a proxy."""
+    """Hosts of the run's own processes, which are never reached through a proxy."""
     given = [config.buffer.host or "", config.weights.host, config.rollout.chat.host]
     given += [config.reward.host] if config.reward.servers else []
     given += [config.teacher.host] if config.teacher.served else []
@@ -232,7 +236,7 @@ def max_sample_tokens(config: Config) -> int:
 
 
 def max_group_bytes(config: Config) -> int:
-    """The largest possible group, as stored and sent."""
+    """Bytes of the largest possible group, as stored and sent."""
     routes = model_facts(config.model.path).route_bytes if config.rollout.routing_replay else 0
     taught = TEACHER_BYTES + TOP_BYTES * (config.teacher.top_k or 0) if config.teacher.teachers else 0
     return config.batch.samples * _stored_tokens(config) * (TOKEN_BYTES + routes + taught)
@@ -243,7 +247,7 @@ def _stored_tokens(config: Config) -> int:
 
 
 def max_episode_tokens(config: Config) -> int:
-    """The longest episode of a task that sends messages."""
+    """Tokens of the longest episode of a task that sends messages, over all its segments."""
     return config.rollout.chat.max_tokens or 4 * max_sample_tokens(config)
 
 
@@ -376,6 +380,7 @@ def _experts(config: Config) -> Iterator[str]:
 
 
 def _untried_experts(config: Config, facts: ModelFacts) -> Iterator[str]:
+    """Mixtures that failed, or that no trial of a server can judge."""
     model, device = f"{config.model.path} is of type {facts.kind}", config.rollout.device
     compared = is_proven(facts.kind, device, config.rollout.tensor_parallel)
     if fault := next((one.fault for one in failing(device) if one.kind == facts.kind), ""):

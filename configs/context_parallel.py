@@ -1,4 +1,5 @@
-"""What `learner.context_parallel` must satisfy."""
+"""What `learner.context_parallel` must satisfy by the run file and config.json. `learner/model/context.py` asks
+`why_not` again for every layer."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""What a run file with a critic must satisfy, and its cost."""
+"""What a run file with a critic (`algorithm.advantage: gae`) must satisfy, and what a critic costs."""
 
 from collections.abc import Iterator
 
@@ -17,6 +17,7 @@ def keeps_critic(config: Config) -> bool:
 
 
 def rules(config: Config) -> Iterator[str]:
+    """Yield what is wrong with the critic's keys, or with others because there is a critic."""
     algorithm, critic = config.algorithm, config.algorithm.critic
     if not keeps_critic(config):
         for name in critic.model_dump(exclude_defaults=True):

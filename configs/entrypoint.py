@@ -41,7 +41,8 @@ PROGRESS = "HEADRACE_PROGRESS"
 NOTICE = "HEADRACE_NOTICE"
 """In this file its keeper says how many seconds a drain may take."""
 ABOVE = "HEADRACE_ABOVE"
-"""A process above sends the signals, and forces with FORCING."""
+"""Set if a process above sends the signals, and forces with FORCING: a launcher's front process, a kept process's
+keeper, the learner above a rank."""
 FORCING = signal.SIGQUIT
 TIE = f"{PIN}; from {__name__} import die_with_parent, tie_children; die_with_parent(); tie_children()"
 
@@ -49,7 +50,7 @@ TIE = f"{PIN}; from {__name__} import die_with_parent, tie_children; die_with_pa
 def configure_logging(tag: str = "") -> None:
     """Log to stderr from INFO on; `tag` is such as `[3]`."""
     handler = logging.StreamHandler()
-    handler.setLevel(logging.INFO)  # torch's checkpoint logger lets DEBUG through
+    handler.setLevel(logging.INFO)  # torch's checkpoint logger lets DEBUG through, whatever the root logger says
     handler.setFormatter(PlainFormatter(f"%(asctime)s %(levelname)s %(name)s{tag}: %(message)s"))
     # huggingface_hub names a logger by its file and writes there where it has saved something
     handler.addFilter(lambda record: record.levelno >= logging.WARNING or "/" not in record.name)
@@ -79,6 +80,7 @@ def process_name(text: str) -> str:
 
 
 def quiet_hub() -> None:
+    """This command's own line has the last thing that the hub's client logs."""
     os.environ.setdefault("HF_HUB_VERBOSITY", "error")  # read when the client is imported
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)
 
@@ -89,7 +91,7 @@ def split_flags(argv: Sequence[str], prog: str, **flags: dict[str, Any]) -> tupl
     own = {f"--{name.replace('_', '-')}": options for name, options in flags.items()}
     for flag, options in own.items():
         parser.add_argument(flag, **options)
-    # argparse takes an unknown --key=value with a space for a value
+    # argparse takes an unknown --key=value with a space for a value: spaces are NUL meanwhile
     foreign = {word: word.replace(" ", "\0") for word in argv if word[:2] == "--" and word.partition("=")[0] not in own}
     values, rest = parser.parse_known_args([foreign.get(word, word) for word in argv])
     return values, [word.replace("\0", " ") for word in rest]
@@ -98,9 +100,9 @@ def split_flags(argv: Sequence[str], prog: str, **flags: dict[str, Any]) -> tupl
 class StopSignals:
     """The first SIGINT or SIGTERM inside a `with` calls `drain(number)`, each later one `force(number)`.
 
-    Without an event loop, handlers run between two bytecodes, where they must not print. A scheduler's SIGTERM reaches
-    a process below another one twice, directly and forwarded: both count as one. With `last` the process waits for its
-    keeper's notice, because others need it to the end.
+    Handlers run in the event loop if one is running, else between two bytecodes, where they must not print. A
+    scheduler's SIGTERM reaches a process below another one twice, directly and forwarded: both count as one. With
+    `last` the process waits for its keeper's notice, because others need it to the end.
     """
 
     def __init__(
@@ -146,7 +148,7 @@ class StopSignals:
 
 @contextlib.contextmanager
 def blocked(*numbers: int) -> Iterator[None]:
-    """Block signals here, and for life in each process that starts inside."""
+    """Block signals in this thread, and for life in each process that it starts inside."""
     resource_tracker.ensure_running()  # multiprocessing would start it later, and then unblock signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, numbers)
     try:
@@ -168,12 +170,13 @@ async def unless(stop: asyncio.Event, work: Awaitable[T]) -> T | None:
 
 
 def end_at_once(number: int) -> NoReturn:
-    """Threads, collectives and engines may never end."""
+    """End without waiting: threads, collectives and engines may never end by themselves."""
     os._exit(128 + number)
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends."""
+    """Have the kernel send SIGKILL to this process when the thread that started it ends, if its process has set
+    PARENT."""
     parent, os.environ[PARENT] = os.environ.get(PARENT), str(os.getpid())
     if parent is None or sys.platform != "linux":
         return
@@ -210,7 +213,8 @@ def tied_line(code: str) -> list[str]:
 
 @contextlib.contextmanager
 def without_collections() -> Iterator[None]:
-    """Save a quarter of the time of vLLM's imports."""
+    """Turn the garbage collector off: it would walk what was imported before, a quarter of the time of vLLM's
+    imports."""
     gc.disable()
     try:
         yield

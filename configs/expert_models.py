@@ -1,6 +1,8 @@
-"""Mixtures of experts that were compared with transformers, and on which device.
+"""Mixtures of experts into which servers load policies: which were compared with transformers, and on which device.
 
-A mixture in no table is tried when its server starts.
+Pure data. Two refusals read it: of a model's config.json, before anything starts (`configs/checks.py`), and of vLLM's
+class, when a server starts (`rollout/engine/experts/expert_kernels.py`). A mixture in no table is tried when its server
+starts (`rollout/engine/experts/reload_trial.py`).
 """
 
 from typing import NamedTuple
@@ -41,6 +43,8 @@ NO_ROUTER_BIAS = "cannot compute a router with a bias of its scores and no group
 
 
 class FailingModel(NamedTuple):
+    """A type that failed the comparison on `device`: vLLM there does what `fault` says."""
+
     kind: str
     architecture: str
     device: str

@@ -1,4 +1,5 @@
-"""The arithmetic of a run; `note:` lines say what makes it slow or odd."""
+"""The arithmetic of a run in words. `explain` never fails and reads only the model's folder. Lines that begin with
+`note:` say what makes the run slow or odd."""
 
 from collections.abc import Iterator
 from math import ceil, log10
@@ -231,7 +232,7 @@ def _kept(config: Config) -> int:
 
 
 def _each(config: Config) -> int:
-    """At worst, each checkpoint has an export."""
+    """At worst, each checkpoint has an export; else only the last."""
     critic = STATE_BYTES * keeps_critic(config)
     return checkpoint_bytes(1, config.model, bool(config.learner.export_every)) + critic
 

@@ -106,7 +106,8 @@ def _docstring(section: str, field: str) -> str:
 
 @cache
 def _docstrings() -> dict[str, dict[str, str]]:
-    """Pydantic would extract them in each process that imports the schema, in 0.04 s."""
+    """Docstrings of fields by class, from the source. Pydantic would extract them in each process that imports the
+    schema, in 0.04 s."""
     classes = (node for node in ast.parse(inspect.getsource(sections_of_config)).body if isinstance(node, ast.ClassDef))
     found: dict[str, dict[str, str]] = {}
     for section in classes:
@@ -166,7 +167,7 @@ def sections() -> tuple[str, ...]:
 
 
 def show(value: Any) -> str:
-    """YAML on one line, cut when long."""
+    """`value` as YAML on one line, cut when long."""
     text = json.dumps(value, ensure_ascii=False, default=str)
     return text if len(text) <= 80 else text[:77] + "..."
 

@@ -67,7 +67,7 @@ class Refusal(asyncio.Protocol):
 
 
 async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
-    """A signal for `app.on_response_prepare`."""
+    """A signal for `app.on_response_prepare`: headers that keep browsers from misusing a response."""
     for name, value in HEADERS.items():
         response.headers.setdefault(name, value)
     response.headers.setdefault("Cache-Control", "no-store")
@@ -94,7 +94,7 @@ def only_for(host: str, others: Collection[str] = ()) -> Any:
 
 
 def name_of(url: str) -> str:
-    """The host in lower case, without port and brackets."""
+    """The host of a URL in lower case, without port and brackets; "" where there is none."""
     try:
         return urlsplit(url).hostname or ""
     except ValueError:

@@ -1,4 +1,4 @@
-"""Whether the hub answers within seconds: its client tries for half a minute."""
+"""Whether the hub of models answers within seconds: its client tries for half a minute to connect."""
 
 import os
 import socket
@@ -17,14 +17,14 @@ REACH_S = 3.0
 OFFLINE = "HF_HUB_OFFLINE"
 """The hub's client reads it at import, and then takes only local files."""
 SKIPPED = "HEADRACE_HUB_SKIPPED"
-"""Set beside OFFLINE here; a user's own OFFLINE only warns then."""
+"""Set beside OFFLINE here: what a user's own OFFLINE refuses is only a warning then."""
 READ = ("config.json", "tokenizer_config.json")
 
 
 def skip_hub_out_of_reach(config: Config, environment: MutableMapping[str, str] = os.environ) -> None:
-    """Set OFFLINE if a model has a hub's name and the hub is out of reach.
+    """Set OFFLINE if a model of `config` has a hub's name and the hub cannot be connected to in REACH_S.
 
-    For commands that only judge, and their processes.
+    For commands that only judge: processes that they start inherit it.
     """
     if OFFLINE in environment or all(Path(name).is_dir() for name in _models(config)):
         return

@@ -1,6 +1,7 @@
 """`python -m configs.libraries`: tries torch and transformers, and names environment variables with which they fail.
 
-It takes seconds, so it runs only if a variable that they read is set.
+The process takes seconds, so it runs only if a variable that they read is set: in the checks before a start, and in a
+learner or rollout server that somebody starts by hand.
 """
 
 import importlib
@@ -32,6 +33,7 @@ def refuse(environment: Mapping[str, str] = os.environ) -> None:
 
 
 def unusable(environment: Mapping[str, str] = os.environ) -> Iterator[str]:
+    """One line if the libraries fail with the variables in `environment`, else none."""
     if not (given := given_to_libraries(environment)):
         return
     line, env, none = command("configs.libraries"), dict(environment), subprocess.DEVNULL
@@ -59,7 +61,7 @@ def use_all(modules: Sequence[str] = MODULES, environment: Mapping[str, str] = o
             gloo_here()
             signal.alarm(GROUP_S)  # ends this process if C++ never returns
             distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
-    except Exception as error:  # a library may raise anything
+    except Exception as error:  # a library may raise anything; without such a variable it is a broken one
         if not (given := given_to_libraries(environment)):
             raise
         trace = "".join(traceback.format_exception(error))

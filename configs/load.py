@@ -1,6 +1,6 @@
-"""Reads the run file: YAML files and `--section.key=value` overrides become one Config.
+"""Reads the run file: YAML files and `--section.key=value` overrides become one validated Config, or a ConfigError.
 
-OmegaConf reads the files (so `1e-6` is a number) and resolves `${section.key}`, pydantic validates.
+OmegaConf reads the files (so `1e-6` is a number) and resolves `${section.key}`, pydantic validates. Imports no torch.
 """
 
 import logging
@@ -48,7 +48,7 @@ CHECKED = "# crc32c {:08x} of the lines above; if you edit them, remove this lin
 
 
 class ConfigError(ValueError):
-    """One reason a line."""
+    """The run file is wrong, for one reason a line."""
 
     def __init__(self, problems: Sequence[str]) -> None:
         self.problems = tuple(dict.fromkeys(problems))  # two checks may find the same
@@ -56,7 +56,7 @@ class ConfigError(ValueError):
 
 
 class MergedTree:
-    """Files and overrides, and where each leaf is written (`run.yaml:12`)."""
+    """Files and overrides merged, and where each leaf is written (`run.yaml:12`, `--batch.groups`)."""
 
     def __init__(self) -> None:
         self.tree: dict[str, Any] = {}
@@ -122,6 +122,7 @@ def load(
 
 
 def parse(text: str) -> Config:
+    """The config that another process gave as `dump`."""
     merged = MergedTree()
     merged.add(_parse(text, "the run file"), lambda key: "")
     return _validate(merged, os.environ, False)
@@ -164,7 +165,8 @@ def text_width() -> int:
 
 
 def write(config: Config, path: Path) -> None:
-    """Write YAML, atomically, that `load` reads back."""
+    """Write YAML, atomically, that `load` reads back to an equal Config. Only the user can read a file with
+    credentials."""
     run_folder(path.parent)
     draft = path.with_name(f".{path.name}.{os.getpid()}")
     with open(draft, "w", encoding="utf-8", opener=open_private) as file:

@@ -1,4 +1,5 @@
-"""What `learner.matmul: fp8` must satisfy, and what it costs."""
+"""What `learner.matmul: fp8` must satisfy by the run file and config.json, and what it costs.
+`actors/doctor/fp8_gpus.py` asks the driver, `learner/model/float8.py` asks torch and the built model."""
 
 from collections.abc import Iterator
 
@@ -8,7 +9,7 @@ from configs.schema import Config
 
 KEY = "learner.matmul: fp8"
 LEAST = (8, 9)
-"""Compute capability of Ada; Hopper has more."""
+"""Compute capability: Ada, Hopper and later."""
 REMEDY = "set learner.matmul: bfloat16"
 
 

@@ -1,4 +1,4 @@
-"""Facts of a model's folder. Nothing is known of a hub name."""
+"""Facts of a model read from its folder without loading it. Nothing is known of a model given by its hub name."""
 
 import json
 import re
@@ -30,11 +30,12 @@ TEXT_PARTS = re.compile(
 )
 """Names of the text model's weights in multimodal models."""
 UNREAD = "mtp."
-"""transformers leaves out these weights of Qwen3.5."""
+"""transformers leaves out these weights of Qwen3.5, which predict further tokens."""
 LINEAR = re.compile(r"\.layers\.\d+\.(?!.*\.experts\.|mlp\.gate\.)(?:.*\.)?(\w+)\.weight$")
 """A block's weight, without routers and experts, and the last word of its layer's name."""
 BYTES = {"bfloat16": 2, "float32": 4}
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts", "moe_num_experts")
+"""transformers writes Qwen3-MoE's under the third key."""
 SPARE_BYTES = 64 << 20
 
 
@@ -46,7 +47,7 @@ class ModelFacts:
     heads: int | None = None
     positions: int | None = None
     tower: int | None = None
-    """Parameters."""
+    """Parameters of the vision tower."""
     linear: Mapping[str, int] = field(default_factory=dict)
     """Rows plus columns of the text blocks' linear layers, by the last word of their names."""
     kind: str | None = None
@@ -57,6 +58,7 @@ class ModelFacts:
     kv_numbers: int | None = None
     """Keys and values of one token; None if not every layer attends to the whole sequence."""
     unsupported: tuple[str, ...] = ()
+    """Why the learner would not train it exactly."""
     head_size: int | None = None
     vocabulary: int | None = None
     routed: tuple[int, int] | None = None
@@ -80,18 +82,20 @@ class ModelFacts:
         return self.adapter_parameters(model) if model.lora else self.parameters
 
     def sent_bytes(self, model: ModelConfig) -> int:
-        """Copies for servers on all ranks: two of trained weights, one of frozen ones; with an adapter, of it alone."""
+        """Bytes of the servers' copies on all ranks together: two of trained weights, one of frozen weights. With an
+        adapter only the adapter is sent."""
         frozen = self.idle + ((self.tower or 0) if "vision" in model.freeze else 0)
         saved = self.saved_parameters(model) or 0
         return BYTES[model.dtype] * (2 * saved - frozen * (not model.lora))
 
     def state_bytes(self, model: ModelConfig) -> int:
-        """Weight, gradient and two moments in float32 where trained; elsewhere the weight alone."""
+        """Weight, gradient and two moments in float32 of what is trained; the rest is in `model.dtype`, or in float32
+        without an adapter."""
         frozen = (self.parameters or 0) * BYTES[model.dtype] if model.lora else -12 * self.idle
         return 16 * (self.saved_parameters(model) or 0) + frozen
 
     def optimizer_bytes(self, model: ModelConfig) -> int:
-        """Weight and two moments in float32."""
+        """Weight and two moments in float32, in host memory."""
         return 12 * ((self.saved_parameters(model) or 0) - self.idle)
 
 
@@ -178,13 +182,14 @@ def num_experts(config: Mapping[str, Any]) -> int:
 
 
 def expert_layers(config: Mapping[str, Any]) -> list[int]:
-    """Layers with experts, of a text config in Qwen's words."""
+    """Indices of the layers with experts, of a text config in Qwen's words."""
     dense, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
     layers = range(config.get("num_hidden_layers") or 0)
     return [layer for layer in layers if layer not in dense and (layer + 1) % step == 0]
 
 
 def checkpoint_bytes(parameters: int, model: ModelConfig, exported: bool) -> int:
-    """Weight and two moments in float32, and the export; each checkpoint of an adapter has one, in float32."""
+    """Weight and two moments in float32, and the export in `model.dtype`; each checkpoint of an adapter has one, in
+    float32."""
     export = 4 if model.lora else exported * BYTES[model.dtype]
     return parameters * (12 + export)

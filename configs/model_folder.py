@@ -1,4 +1,4 @@
-"""Finds what a model's folder lacks."""
+"""Finds what a model's folder lacks before anything reads its weights."""
 
 import json
 import os

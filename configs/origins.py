@@ -25,9 +25,10 @@ CREDENTIAL = re.compile(
     r"(^|_)(api_?keys?|(access|secret|private|signing|encryption)_?key|secret|passw(or)?d|passphrase|credentials?|"
     r"authorization|bearer|(hf|hub|auth|access|refresh|bearer|api|github|wandb|session)_?token)$|^token$"
 )
+"""Names are in small letters with underscores."""
 SHORTEST, SHORTEST_GUESSED = 6, 16
-"""Characters of a replaced value: from a variable, and by its key's name. A shorter one would hide parts of other
-words."""
+"""Fewest characters of a replaced value: from a variable, and by its key's name. A shorter value would hide parts of
+other words."""
 DIGEST = re.compile(r" sha256:([0-9a-f]{16})$")
 LISTED = ("rollout.agent.command",)
 _RESOLVING: ContextVar["Resolving | None"] = ContextVar("resolving", default=None)
@@ -42,6 +43,8 @@ class Origin(NamedTuple):
 
 
 class Resolving:
+    """One value that is being resolved: from which variables, `seen`, and which of them were `missing`."""
+
     def __init__(self, environment: Mapping[str, str], lenient: bool) -> None:
         self.environment, self.lenient = environment, lenient
         self.seen: list[str] = []
@@ -71,7 +74,8 @@ OmegaConf.register_resolver("oc.env", _variable, replace=True, annotation_valida
 def resolved(
     tree: Mapping[str, Any], environment: Mapping[str, str], lenient: bool = False
 ) -> tuple[Any, dict[Place, Origin]]:
-    """Replace interpolations. `lenient`: MASK a credential whose variable is missing."""
+    """The `tree` with interpolations replaced, and the origins of values. `lenient`: MASK a credential whose variable
+    is missing."""
     whole = OmegaConf.create(deepcopy(dict(tree)))
     token = _RESOLVING.set(Resolving(environment, lenient))
     try:
@@ -138,7 +142,7 @@ def disclosed(config: Config) -> dict[str, Any]:
 
 
 def shared(config: Config) -> str:
-    """The config as JSON for another machine, without credentials."""
+    """The config as JSON for another machine, which has no credentials to make a run of it."""
     tree = masked(config.model_dump(mode="json"))
     for place, _ in _kept(config):
         if may_hold_credentials(place):
@@ -148,8 +152,8 @@ def shared(config: Config) -> str:
 
 
 def recorded(config: Config, exclude_defaults: bool = False) -> dict[str, Any]:
-    """All keys for ledger and fingerprint. Another value of a variable that is no credential is a change, by its
-    digest."""
+    """All keys for ledger and fingerprint. A value from a variable that can be no credential has a digest behind it, so
+    that another value is a change."""
     plain = config.model_dump(mode="json", exclude_defaults=exclude_defaults)
     tree: dict[str, Any] = masked(plain)
     for place, origin in _kept(config):
@@ -223,6 +227,7 @@ def masked(tree: Any) -> Any:
 
 
 def digest(value: Any) -> str:
+    """16 hex digits over a JSON value."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -262,7 +267,7 @@ def at(tree: Any, place: Sequence[int | str]) -> Any:
 
 
 def put(tree: Any, place: Place, value: Any, only: bool = False) -> Any:
-    """`only`: if there is something."""
+    """Put `value` at `place` of `tree`; `only`: if something is there."""
     if not only or has(tree, place):
         at(tree, place[:-1])[place[-1]] = value
     return tree

@@ -1,7 +1,8 @@
 """Keeps a user's `configs` or `buffer` from taking the place of Headrace's packages.
 
-`headrace` runs Python with `-P`, which leaves the current folder out, and imports the five packages first (PIN): once
-imported, they are found whatever `sys.path` holds.
+`python -m actors` searches the current folder first. So the command `headrace` runs Python with `-P`, which leaves that
+folder out, and imports the five packages from the folder of this one (PIN): once imported, they are found whatever
+`sys.path` holds.
 """
 
 import os
@@ -55,7 +56,7 @@ def shadows(folders: Iterable[str | Path]) -> Iterator[Path]:
 
 
 def place_of(folder: str | Path, name: str) -> Path | None:
-    """`NAME.py`, or the folder NAME with Python files."""
+    """`NAME.py`, or the folder NAME with Python files, in `folder`; None if there is neither."""
     inner, file = Path(folder, name), Path(folder, f"{name}.py")
     if (inner / "__init__.py").is_file():
         return inner

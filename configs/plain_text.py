@@ -1,5 +1,5 @@
-"""Makes text of users, policies and peers safe to show in a terminal, a log or a page, just before it leaves the
-process."""
+"""Makes text of users, policies and peers safe to show in a terminal, a log or a page. Text may hold any character
+until it passes through `visible`, just before it leaves the process (a test refuses `print`)."""
 
 import json
 import logging
@@ -14,11 +14,11 @@ from urllib.parse import quote
 from configs.own_packages import named_as_called
 
 UNSEEN = re.compile(
-    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters, except tab and line feed
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f"  # control characters, except tab and line feed; escape sequences begin with one
     "\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069"  # change the direction of nearby text
     "\u2028\u2029\ufeff\ufff9-\ufffb\U000e0000-\U000e007f\U000e0100-\U000e01ef"  # line breaks, invisible marks, tags
     "\u00ad\u034f\u115f\u1160\u17b4\u17b5\u180e\u200b\u2060-\u2065\u206a-\u206f\u3164\uffa0"  # nothing to see, no join
-    "\ud800-\udfff]"  # lone surrogates
+    "\ud800-\udfff]"  # lone surrogates, which no encoding can hold
 )
 COLOUR = re.compile("\x1b\\[[0-9;:]*m")
 FURTHER = re.compile("\n(?!Traceback [(]most recent call last[)]:\n)")
@@ -46,7 +46,7 @@ def conceal(table: Mapping[str, str]) -> None:
 
 
 def concealed() -> dict[str, str]:
-    """The table of `conceal`, for another process."""
+    """What `conceal` was given, without the forms that it made: for another process, or for this one again."""
     return dict(_GIVEN)
 
 
@@ -67,7 +67,7 @@ def visible(text: str, most: int = MOST_CHARS) -> str:
 
 
 def visible_line(text: str, most: int = MOST_CHARS) -> str:
-    """Write line feeds as numbers too."""
+    """As `visible`, for a text that must not begin another line."""
     return visible(text, most).replace("\n", "\\u000a")
 
 
@@ -80,7 +80,7 @@ def visible_lines(text: str) -> str:
 def print_visible(
     text: object = "", stream: TextIO | None = None, end: str = "\n", most: int = MOST_PRINTED, ends: bool = False
 ) -> None:
-    """`ends`: raise BrokenPipeError if the reader has left."""
+    """Print visibly. `ends`: the command ends with its reader, by BrokenPipeError."""
     stream = sys.stdout if stream is None else stream
     try:
         print(visible(str(text), most), end=end, file=stream)
@@ -136,7 +136,7 @@ def colourless(text: str) -> str:
 
 
 def folded(text: str, most: int) -> str:
-    """Replace the middle by a note where `text` is longer."""
+    """Shorten `text` to `most` characters: a note replaces its middle."""
     if len(text) <= most:
         return text
     said = f" [... {len(text) - most:,} or more characters left out ...] "

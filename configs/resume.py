@@ -1,4 +1,5 @@
-"""Which keys may differ when a run is started again. The others make its fingerprint."""
+"""Which keys of the run file may differ when a run is started again. The others make the fingerprint that all processes
+of a run must share."""
 
 import hashlib
 import json
@@ -44,7 +45,7 @@ Settings = dict[str, Any]
 
 
 class Change(NamedTuple):
-    """`run.versions: 100 -> 200`"""
+    """A key whose value differs from that of the launch before, as `run.versions: 100 -> 200`."""
 
     key: str
     old: Any
@@ -89,7 +90,7 @@ def changes(before: Settings | None, config: Config) -> list[Change]:
         "data.demonstrations": DemonstrationsConfig,
     }
     for key, form in forms.items():
-        if given := known[key]:  # as it was written
+        if given := known[key]:  # the store has it as it was written
             known[key] = form.model_validate(given).model_dump(mode="json")
     both = {key: comparable(key, known.get(key), value, config) for key, value in settings(config).items()}
     found = [Change(key, old, new) for key, (old, new) in both.items() if old != new]

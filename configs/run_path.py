@@ -1,6 +1,6 @@
 """`python -m configs.run_path RUN.yaml [MORE.yaml ...] [--section.key=value ...]`: prints where a run's folder is.
 
-As JSON, `{"folder": "runs", "path": "runs/my"}`, for `headrace`.
+The answer is JSON, `{"folder": "runs", "path": "runs/my"}`, for `headrace`, which imports nothing of this package.
 """
 
 import json

@@ -11,7 +11,7 @@ from configs.model_facts import facts_of
 from configs.schema import NO_REWARD, Config
 
 LOCK = "sft.lock"
-"""The training process holds this file."""
+"""The training process holds this file in the run's folder."""
 WITHOUT = ("reward", "teacher", "sampling", "batch", "algorithm", "rollout", "weights", "buffer", "cluster")
 READ_HERE = ("rollout.chat.template_kwargs", "rollout.chat.thinking")
 UNREAD = (
@@ -31,7 +31,7 @@ LONGEST = 32768
 
 
 def rules(config: Config, rows: int | None = None) -> Iterator[str]:
-    """`rows` of data.train, if known."""
+    """Yield what is wrong. `rows`: of data.train, if known."""
     batch, ranks = config.sft.rows, config.learner.ranks
     if batch is None:
         yield "sft.rows: null; set it to the rows of a batch, e.g. sft.rows: 32, and let data.train name demonstrations"
@@ -51,6 +51,7 @@ def rules(config: Config, rows: int | None = None) -> Iterator[str]:
 
 
 def beside(config: Config) -> Iterator[str]:
+    """Yield what is wrong with `data.demonstrations` in a run of reinforcement learning."""
     given, facts, path = config.data.demonstrations, facts_of(config.model), config.model.path
     if given is None:
         return

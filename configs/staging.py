@@ -1,4 +1,5 @@
-"""What a server's worker needs beside vLLM for its next version."""
+"""What a server's worker needs beside vLLM for its next version. The workers measure the same at a learner's plan
+(`learner/weights/receiver/staging.py`)."""
 
 from collections.abc import Iterator
 from typing import NamedTuple

@@ -1,4 +1,5 @@
-"""What a run file must satisfy about teachers, or without a reward."""
+"""What a run file must satisfy about teachers, or without a reward. Whether a teacher has the policy's vocabulary takes
+two tokenizers (`rollout/teachers/vocabulary.py`)."""
 
 from collections.abc import Iterator
 
@@ -13,7 +14,7 @@ SET_REWARD = "set reward.function"
 
 
 def rules(config: Config, longest: int) -> Iterator[str]:
-    """`longest`: tokens of the longest sample."""
+    """Yield what is wrong. `longest`: tokens of the longest sample."""
     if config.reward.function == NO_REWARD:
         yield from _without_reward(config)
     teacher = config.teacher

@@ -1,7 +1,7 @@
 """Imports a user's file as Python would: `load_function(key, "path/to/file.py:function")`.
 
-Child processes can import the module by its own name too, or by PREFIX and the quoted path if another module has that
-name (`json.py`).
+Child processes can import the module by its name too. It is the file's own name unless another module has that
+(`json.py`, a second `score.py`). Then it is PREFIX and the quoted path.
 """
 
 import builtins
@@ -51,7 +51,8 @@ def load_function(key: str, name: str) -> Callable[..., Any]:
 
 
 def module_of(file: str) -> ModuleType:
-    """The file's folder comes first in `sys.path`, the current folder last."""
+    """The file's folder comes first in `sys.path`, the current folder last. A file in a package may use relative
+    imports."""
     path = Path(os.path.abspath(file))
     top, inner = package_of(path)
     name = ".".join([top.stem, *inner])
@@ -110,7 +111,8 @@ def same(known: str, top: Path) -> bool:
 
 
 def make_importable(folder: Path, top: Path, taken: bool) -> None:
-    """The folder's other modules come before all others, in child processes too. A taken name keeps its module."""
+    """Make the folder's other modules importable before all others, in child processes too. A taken name keeps its
+    module: `json` stays Python's."""
     if taken and str(folder) not in sys.path:
         sys.path.append(str(folder))
         sys.meta_path.insert(0, Neighbours(str(folder), top.stem))
@@ -122,7 +124,7 @@ def make_importable(folder: Path, top: Path, taken: bool) -> None:
 
 
 def quoted(path: Path) -> str:
-    """A module's name has no dots."""
+    """Quote the path for a module's name, which has no dots."""
     return quote(str(path)).replace(".", "%2E")
 
 

@@ -20,14 +20,15 @@ PLACE = (
     *(*RANK, "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "GROUP_RANK", "GROUP_WORLD_SIZE", "GROUP_NAME"),
     *("ROLE_RANK", "ROLE_NAME", "ROLE_WORLD_SIZE", "TORCHELASTIC_*", "VLLM_DP_*"),
 )
-"""Place in a job of torchrun, PyTorchJob or vLLM, of which ours must not become members."""
+"""A process's place in a job of torchrun, PyTorchJob or vLLM, of which ours must not become members."""
 OTHERS_TRAINING = ("ACCELERATE_*", "FSDP_*")
-"""`accelerate launch` sets these. With two, transformers zeroes all weights except on LOCAL_RANK 0."""
+"""`accelerate launch` sets these for transformers, which with two of them makes all weights zero on every rank but the
+one with LOCAL_RANK 0, and expects them from that rank later."""
 READ_BY_LIBRARIES = ("TORCH*", "TRITON_*", "HF_HUB_*_TIMEOUT", "TQDM_*", "PYTHONOPTIMIZE", "PYTHONWARNINGS")
 """torch and transformers fail with some values of these."""
 SWITCHES = ("", "0", "1")
 INSPECT = "PYTHONINSPECT"
-"""With it, a process that calls `sys.exit` ends with a traceback, or waits for its user."""
+"""With it, Python ends with a traceback and exit code 1, or waits for its user, where a process exits by `sys.exit`."""
 TORCHRUN = "TORCHELASTIC_RUN_ID"
 """torchrun forwards signals to its ranks and kills ranks that do not end."""
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -65,7 +66,7 @@ def is_others(name: str) -> bool:
 
 
 def given_to_libraries(environment: Mapping[str, str]) -> list[str]:
-    """Variables with which torch or transformers may fail."""
+    """Variables with which torch or transformers may fail. They take any switch and any path."""
     return [
         name
         for name, value in environment.items()
@@ -109,7 +110,7 @@ def open_streams() -> None:
 
 
 def around_proxy(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> dict[str, str]:
-    """Libraries differ in which of the two they read first."""
+    """Libraries differ in which of `no_proxy` and `NO_PROXY` they read first."""
     if not any(environment.get(name) for name in PROXIES):
         return {}
     given = [word.strip() for name in NO_PROXY for word in environment.get(name, "").split(",")]
@@ -118,7 +119,7 @@ def around_proxy(environment: Mapping[str, str], hosts: Iterable[str] = ()) -> d
 
 
 def proxy_of(url: str, environment: Mapping[str, str] = os.environ) -> str | None:
-    """The proxy for `url`; None for loopback and `no_proxy`."""
+    """The proxy for `url`; None for loopback and `no_proxy`: hosts, domains with subdomains, networks, or `*`."""
     at = urlsplit(url)
     host = at.hostname or ""
     names = [f"{at.scheme}_proxy", f"{at.scheme}_proxy".upper(), "all_proxy", "ALL_PROXY"]
@@ -141,7 +142,8 @@ def is_loopback(host: str) -> bool:
 
 
 def gloo_here(environment: MutableMapping[str, str] = os.environ) -> None:
-    """gloo has no authentication, so it listens on loopback."""
+    """Have gloo listen on loopback, for processes of one machine: it has no authentication. Left alone, it listens
+    where the machine's own name leads, often its network."""
     if LOOPBACK_INTERFACE in (name for _, name in socket.if_nameindex()):
         environment.setdefault("GLOO_SOCKET_IFNAME", LOOPBACK_INTERFACE)
 
@@ -157,7 +159,7 @@ def _is_named(host: str, port: int | None, word: str) -> bool:
 
 
 def user(environment: Mapping[str, str]) -> dict[str, str]:
-    """torch and vLLM need these, which a user id in containers may lack."""
+    """torch and vLLM need USER and HOME, which a user id in containers may lack."""
     found = {}
     try:
         pwd.getpwuid(os.getuid())
@@ -170,7 +172,7 @@ def user(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def socket_folder(longest: int, environment: Mapping[str, str] = os.environ) -> str | None:
-    """Return a writable folder whose path has at most `longest` bytes."""
+    """Return a writable folder for Unix sockets, whose path has at most `longest` bytes; None if there is none."""
     for folder in (temporary(), environment.get("XDG_RUNTIME_DIR"), *SHORT):
         if folder and len(os.fsencode(folder)) <= longest and can_write(folder):
             return folder
@@ -190,7 +192,7 @@ def can_write(folder: str | Path) -> bool:
 
 
 def unwritable(file: Path) -> str:
-    """Why a command cannot write `file`."""
+    """Why a command cannot write `file`; "" if it can. It may replace a file, never a folder or a device."""
     folder = file.absolute().parent
     if file.exists() and not file.is_file():
         return "a folder; name a file in it" if file.is_dir() else "no regular file; name another"
@@ -200,7 +202,7 @@ def unwritable(file: Path) -> str:
 
 
 def apply_umask(folder: Path) -> None:
-    """safetensors creates files with 0600."""
+    """Give files the umask's mode: safetensors creates them with 0600, whatever the umask."""
     status = Path("/proc/self/status").read_text(encoding="utf-8")  # `os.umask` would change it for all threads
     umask = next(int(line.split()[1], 8) for line in status.splitlines() if line.startswith("Umask:"))
     for path in folder.iterdir():
@@ -220,6 +222,7 @@ def open_private(path: str | Path, flags: int) -> int:
 
 
 def private_folder(path: Path) -> None:
+    """Make a folder for a run's own files, unless it is there."""
     _make_folder(path, 0o777 & ~run_umask())
 
 
@@ -238,7 +241,8 @@ def _make_folder(path: Path, mode: int) -> None:
 
 
 def problems(environment: Mapping[str, str] = os.environ, interfaces: bool = True, own_ray: bool = False) -> list[str]:
-    """Return a line for each unusable variable. `own_ray`: Ray is started, whose sockets have the longest names."""
+    """Return a line for each variable with which a run cannot work. `own_ray`: Ray is started, whose sockets have the
+    longest names."""
     found = [*_folders(environment, own_ray), *_threads(environment), *_proxies(environment)]
     if (mask := environment.get(RUN_UMASK)) is not None and not MASK.fullmatch(mask):
         found.append(f"{RUN_UMASK}: {mask!r} is not a umask; write 077 for files that only you read, 027 for the group")
@@ -246,6 +250,7 @@ def problems(environment: Mapping[str, str] = os.environ, interfaces: bool = Tru
 
 
 def warnings(environment: Mapping[str, str], model: str) -> list[str]:
+    """Caches that cannot be written, and variables that are no longer read."""
     home = environment.get("HOME") or os.path.expanduser("~")
     caches = environment.get("XDG_CACHE_HOME") or f"{home}/.cache"
     named = {

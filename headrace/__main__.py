@@ -1,6 +1,7 @@
-"""`headrace COMMAND ...`: every command of Headrace, also from a folder with a package `configs` of its own.
+"""`headrace COMMAND ...`: every command of Headrace, from any folder, also one with packages `configs`, `actors` or
+`buffer` of its own.
 
-It runs by path and imports only the standard library.
+The installed script starts this file again with `python -P`. It runs by path, so it imports only the standard library.
 """
 
 import difflib

@@ -1,6 +1,7 @@
-"""Writes a reward function of a notebook, with all that it uses, into a file for the reward workers.
+"""Writes a reward function of a notebook or a script, with all that it uses, into a file for the reward workers.
 
-The file's name holds a digest: a run that has begun refuses another function.
+The file's name holds a digest: another function is another value of `reward.function`, which a run that has begun
+refuses. Imports only the standard library.
 """
 
 import ast
@@ -28,7 +29,7 @@ class NoSource(ValueError):
 
 
 def reward_file(function: Callable[..., Any], folder: Path) -> str:
-    """Return `path/to/file.py:function`.
+    """Return `path/to/file.py:function`, a file in `folder` unless an imported module has the function.
 
     Raises NoSource for a lambda, a closure, a method, or an object without source.
     """
@@ -90,7 +91,7 @@ class Source:
 
 
 def _file_of(function: FunctionType) -> str | None:
-    """None for a notebook's own function."""
+    """None for a notebook's or a script's own function."""
     module = sys.modules.get(function.__module__)
     file = getattr(module, "__file__", None)
     if function.__module__ == "__main__" or not file or getattr(module, function.__name__, None) is not function:
@@ -135,6 +136,7 @@ def _literal(value: Any) -> str | None:
 
 
 def _source(value: Any) -> str:
+    """Raises NoSource."""
     kind, name = ("class" if isinstance(value, type) else "function"), value.__name__
     if name == "<lambda>":
         raise NoSource(
@@ -157,7 +159,7 @@ def _source(value: Any) -> str:
 
 
 def _class_source(value: type) -> str:
-    """A notebook's module has no file."""
+    """A notebook's module has no file, so a function locates the class. Raises OSError."""
     for function in vars(value).values():
         if not isinstance(code := getattr(function, "__code__", None), CodeType):
             continue

@@ -1,7 +1,7 @@
-"""Runs in a script or a notebook.
+"""Runs in a script or a notebook: `launch` starts one, and `Run` reads it and waits for its end.
 
-The program may have a package `configs`, so this module runs the command `headrace`. A guard ends all processes when
-this program dies.
+The program may have packages `configs` or `buffer` of its own, so this module imports none and runs the command
+`headrace`. A guard ends the launcher with all its processes when this program dies.
 """
 
 import atexit
@@ -45,7 +45,8 @@ def launch(
     """Launch a run, or go on with it; returns once it is accepted.
 
     `config` is a run file or a dict of its sections, `overrides` are further keys, `reward` replaces `reward.function`.
-    Raises HeadraceError with every problem, and NoSource for a function without source.
+    Raises HeadraceError with every problem of the run file, and NoSource for a function that cannot be sent to the
+    reward workers.
     """
     with tempfile.TemporaryDirectory(prefix="headrace-") as folder:
         if isinstance(config, Mapping):
@@ -76,13 +77,13 @@ class Run:
         self.launcher: Launcher | None = None
 
     def metrics(self) -> list[Record]:
-        """Return a dict for each trained version."""
+        """Return a dict for each trained version, in order."""
         other = {"kind", "eval/version"}  # looks at the servers, evaluations
         found = {record["version"]: record for record in self._records() if not other & record.keys()}
         return [found[version] for version in sorted(found)]
 
     def evaluations(self) -> list[Record]:
-        """Return a dict for each, by version."""
+        """Return a dict for each evaluation, by version."""
         found = {record["eval/version"]: record for record in self._records() if "eval/version" in record}
         return [found[version] for version in sorted(found)]
 
@@ -90,7 +91,7 @@ class Run:
         """Return a dict for each stored sample: `item`, `problem`, `answer`, `reward`, `batch`, `tokens`, ...
 
         `version` selects the batch that made `version + 1`; batches before the oldest checkpoint are gone. Raises
-        HeadraceError if there is none.
+        HeadraceError if nothing is there yet.
         """
         import pyarrow.parquet  # slow
 
@@ -102,16 +103,18 @@ class Run:
         return samples
 
     def status(self) -> str:
+        """Return the output of `headrace status`."""
         return command("status", str(self.path), well=(0, DEAD))
 
     @property
     def output(self) -> list[str]:
+        """The last lines of the launcher."""
         return list(self.launcher.lines) if self.launcher else []
 
     def wait(self, timeout_s: float | None = None, show: bool = True) -> int:
-        """Wait for the end of the run and return its exit code.
+        """Wait for the end of the run and return its exit code; print the launcher's lines if `show`.
 
-        Ctrl-C stops the run. Raises HeadraceError if the run failed, and TimeoutError.
+        Ctrl-C stops the run, then raises KeyboardInterrupt. Raises HeadraceError if the run failed, and TimeoutError.
         """
         launcher = self._own()
         try:
@@ -124,7 +127,7 @@ class Run:
         return code
 
     def stop(self, show: bool = True) -> int:
-        """Let every process save its work, and return the exit code. Ctrl-C kills the run."""
+        """Let every process finish and save its work, and return the exit code. Ctrl-C kills the run."""
         launcher = self._own()
         launcher.guarded.signal(signal.SIGINT)
         try:
@@ -172,7 +175,7 @@ class Launcher:
         atexit.register(self._stop_at_exit)
 
     def wait(self, timeout_s: float | None, show: Callable[[str], object]) -> int:
-        """Raises TimeoutError."""
+        """Gives each line to `show` once. Raises TimeoutError."""
         end = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
             with self._changed:
@@ -214,6 +217,7 @@ class Launcher:
 
 
 def command(*words: str, well: Sequence[int] = (0,)) -> str:
+    """Return what `headrace WORDS` prints. Raises HeadraceError."""
     done = subprocess.run([sys.executable, "-P", str(ENTRY), *words], capture_output=True, text=True)
     if done.returncode and (done.returncode not in well or not done.stdout):
         raise HeadraceError((done.stderr or done.stdout).strip() or f"headrace {words[0]}: exit code {done.returncode}")

@@ -1,10 +1,11 @@
 """`python -m learner CONFIG`: trains the policy of a run, from its last checkpoint to `run.versions`.
 
-Other commands: `merge CHECKPOINT OUT`, `digest CHECKPOINT MODEL` and `sft CONFIG`.
+Other commands: `merge CHECKPOINT OUT` makes whole weights of a checkpoint with an adapter, `digest CHECKPOINT MODEL`
+prints MODEL's digest, to compare with the base of CHECKPOINT, `sft CONFIG` trains on demonstrations.
 
 The first SIGINT or SIGTERM ends the run after the current version and a checkpoint (exit 0), the second at once. Exit
-2: bad input, found before training. Exit 1: a rank failed; a restart continues from the last checkpoint. Exit 3: the
-data ended before the last version. Exit 4: one of OVER.
+2: bad input, found before training. Exit 1: a rank failed; all ranks have ended, and a restart continues from the last
+checkpoint. Exit 3: the data ended before the last version. Exit 4: one of OVER.
 """
 # ruff: noqa: E402
 
@@ -132,7 +133,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def image_format(config: Config) -> ImageFormat | None:
-    """How the model sees images. Raises ConfigError."""
+    """How the model sees images; None for a text model. Raises ConfigError if it cannot be trained with them."""
     form, path = ImageFormat.of_run(config), config.model.path
     if form is not None and find_spec("transformers.vision_utils") is None:
         problem = f"{path} is a vision-language model, which needs transformers 5.16 or later"
@@ -196,7 +197,7 @@ def train(
 def build(
     config: Config, mesh: DeviceMesh, budget: int, form: ImageFormat | None = None, beside: Beside | None = None
 ) -> tuple[Policy, Algorithm]:
-    """Build the policy and its algorithm."""
+    """Build the policy, and its algorithm with optimizer and, if the loss needs one, reference model."""
     temperature, entropy_gradient = config.sampling.temperature, needs_entropy_gradient(config.algorithm)
     seed, replay = config.run.seed, config.rollout.routing_replay
     policy = Policy(config.model, config.learner, mesh, temperature, entropy_gradient, seed=seed, replay=replay)
@@ -221,7 +222,7 @@ def build(
 
 
 def build_critic(config: Config, mesh: DeviceMesh) -> Critic:
-    """Build the critic, a copy of the initial model."""
+    """Build the critic, a copy of the initial model with a value head, and its optimizer."""
     body = Policy(config.model, config.learner, mesh, valued=True)
     log.info("critic: %.1f M parameters, trained beside the policy", body.model.num_parameters() / 1e6)
     given = config.algorithm.critic
@@ -259,7 +260,7 @@ def open_weights_wire(
 
 
 def sending_ranks(policy: Policy, mesh: DeviceMesh) -> SendingRanks:
-    """The first replica's ranks. Raises ConfigError if weights must be gathered."""
+    """The first replica's ranks, each of which sends its rows. Raises ConfigError if weights must be gathered."""
     if other := policy.unsent_by_rows():
         problem = f"weights.publish: rows, and the model's files hold {other} in another form or as a buffer"
         raise ConfigError([f"{problem}, which only gathered weights can be sent in; set it to gather"])

@@ -1,7 +1,9 @@
 """Checkpoints: sharded, written while training goes on, complete or absent.
 
-Threads of the ranks fill `checkpoints/v000100.tmp`; then rank 0 adds export and manifest, and renames it. Each public
-method is a collective.
+A thread of each rank fills `checkpoints/v000100.tmp`. Once all ranks are done, rank 0 adds the Hugging Face export and
+a manifest (all files with sizes and checksums), and renames the folder. With `model.lora` state and export are the
+adapter's, which is restored beside the same base only. With `learner.checkpoint_on: first_node` the first replica alone
+writes, and hands its copy to the others when restored. Each public method is a collective.
 """
 
 import logging
@@ -55,7 +57,8 @@ class NoDiskSpace(RuntimeError):
 
 
 class Checkpoints:
-    """One checkpoint every `checkpoint_every` versions; the last is exported."""
+    """One checkpoint every `checkpoint_every` versions and at version `versions`, which is exported. `shards`: ranks
+    that share one copy of the model. `position`: of a version, in fine-tuning."""
 
     def __init__(
         self,
@@ -79,7 +82,7 @@ class Checkpoints:
         self._base: str | None = None
 
     def restore(self, policy: Policy) -> int:
-        """Load the newest undamaged checkpoint; returns its version or 0."""
+        """Load the newest complete checkpoint whose checksums hold; returns its version, 0 if there is none."""
         version = self._last = self.ranks.newest_sound()
         if version == 0:
             log.info("no checkpoint in %s: version 0, the initial model", self.folder)
@@ -114,13 +117,14 @@ class Checkpoints:
         return version
 
     def _adapter(self, policy: Policy) -> AdapterOf | None:
-        """A collective the first time."""
+        """A collective of all ranks the first time."""
         if self.model.lora is None:
             return None
         self._base = self._base or digest(policy.model, policy.mesh)
         return AdapterOf(model=self.model, base=self._base)
 
     def _load(self, state: dict[str, Any], folder: Path) -> None:
+        """Raises ConfigError if the shards hold more than plain values, or are another model's."""
         try:
             load(state, storage_reader=Reader(folder), planner=Planner(), process_group=self.ranks.writers)
         except CheckpointException as error:
@@ -129,8 +133,8 @@ class Checkpoints:
             raise
 
     def save(self, policy: Policy, version: int, reward: float | None = None) -> int:
-        """Begin to write `version` if it is due; returns the oldest restorable version, or 0. `reward`: mean of the
-        batch."""
+        """Begin to write `version` if it is due; returns the oldest version that a restart may restore, or 0. Call it
+        for every version. `reward`: mean of the batch that made `version`."""
         self._reward = reward
         export_every, keep_every = self.config.export_every, self.config.keep_every
         exported = version == self.versions or (export_every is not None and version % export_every == 0)
@@ -225,7 +229,7 @@ class Checkpoints:
         return state | (self._critic.state() if self._critic else {})
 
     def _has_space(self, policy: Policy, partial: Path, exported: bool) -> bool:
-        """Removes what a killed process left."""
+        """Removes what a killed process left; returns whether there is space for three fp32 copies and the export."""
         run_folder(self.folder)
         recover(self.folder)
         saved = (p for p in policy.model.parameters() if p.requires_grad or not self.model.lora)

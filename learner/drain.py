@@ -1,4 +1,4 @@
-"""Ends a run after a signal, once the version is saved."""
+"""Ends a run by signal: the first ends it after the current version and a checkpoint, the second at once."""
 
 import os
 import signal
@@ -14,7 +14,7 @@ class Stoppable(Protocol):
 
 
 class Stopping:
-    """Whether a signal ends the run."""
+    """Whether a signal ends the run. `batches`: stopped with this rank."""
 
     def __init__(self, batches: Stoppable | None = None) -> None:
         self._batches = batches
@@ -28,7 +28,7 @@ class Stopping:
         os.write(2, line.encode())  # a signal may interrupt a print: buffered streams are not reentrant
 
     def agreed(self) -> bool:
-        """Whether any rank has got a signal. A collective."""
+        """Whether any rank has got a signal: then all ranks end. A collective."""
         (begun,) = collectives.all_reduce_max(self.begun)
         if begun:
             self._stop()

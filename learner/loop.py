@@ -34,7 +34,7 @@ def run(
             break
         with metrics.span("train"):
             stats = algorithm.step(policy, part)
-        if stats is None:  # taken again without its bad groups
+        if stats is None:  # the batch is taken again without its bad groups
             continue
         version += 1
         with metrics.span("publish"):

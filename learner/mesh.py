@@ -33,15 +33,15 @@ UNSET = "unset RANK and WORLD_SIZE if a pod or shell has left them"
 
 @contextmanager
 def process_group(config: Config, device: torch.device) -> Iterator[DeviceMesh]:
-    """Start the default process group and yield its mesh. Raises ConfigError. A failed rank does not destroy the group:
-    it just exits."""
+    """Start the default process group and yield its mesh. Raises ConfigError if the ranks do not find each other. A
+    failed rank does not destroy the group: it just exits."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=config.learner.timeout_s + watchdog.TORCH_LATER_S)
     watchdog.enable_flight_recorder()
     world = int(os.environ["WORLD_SIZE"]) if "RANK" in os.environ else 1
     local = ranks_of_node(config.learner, world, os.environ)
     if local < world:
-        choose_interface(os.environ)
+        choose_interface(os.environ)  # refuses an address at which the other nodes' ranks would wait in vain
     else:
         gloo_here()
     store, rank = meet(os.environ) if "RANK" in os.environ else (HashStore(), 0)
@@ -52,7 +52,7 @@ def process_group(config: Config, device: torch.device) -> Iterator[DeviceMesh]:
 
 
 def meet(environment: Mapping[str, str], limit_s: float = MEET_S) -> tuple[Store, int]:
-    """Wait for all ranks; returns store and rank. Raises ConfigError."""
+    """Wait for all ranks; returns the store and this rank. Raises ConfigError if one is missing."""
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     host, port, timeout = environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), timedelta(seconds=limit_s)
     hosts = rank == 0 and environment.get(THERE_IS_A_STORE) != "True"
@@ -80,7 +80,8 @@ def meet(environment: Mapping[str, str], limit_s: float = MEET_S) -> tuple[Store
 
 
 def open_store(host: str, port: int) -> TCPStore:
-    """The ranks' store, which listens at `host` only, unlike torch's own. Raises ConfigError."""
+    """The ranks' store, which listens at `host` only; torch alone would listen at all addresses of the machine. Raises
+    ConfigError."""
     try:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         listener = socket.create_server((host, port), family=family)
@@ -125,12 +126,12 @@ def shards(mesh: DeviceMesh) -> int:
 
 
 def default_store(prefix: str) -> Store:
-    """The ranks' store over a connection of its own, because a wait blocks one."""
+    """The ranks' store over a connection of its own, because a wait blocks its connection."""
     return PrefixStore(prefix, _get_default_store().clone())  # type: ignore[attr-defined]
 
 
 def replica(mesh: DeviceMesh) -> int:
-    """The number of this rank's copy; the first is published."""
+    """The number of this rank's copy; the first one gathers and publishes."""
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "every rank is in it"
     return coordinate[0] if mesh.ndim == 2 else 0

@@ -1,5 +1,6 @@
-"""Starts this node's ranks, passes signals on, and ends all if one fails. Nodes exchange signals and failures through
-the first node's store."""
+"""Starts this node's ranks, a `python -m learner` each, passes signals on, and ends all if one fails. torch elastic
+restarts none: the keeper does, from the last checkpoint. Nodes exchange signals and failures through the first node's
+store, so the ranks of all nodes end together."""
 
 import logging
 import os
@@ -28,13 +29,13 @@ from learner.mesh import MEET_S, THERE_IS_A_STORE, UNSET, open_store, wait_for
 log = logging.getLogger(__name__)
 HOST = "127.0.0.1"
 LAST_S = 30.0
-"""Time for ranks to end by themselves after those of another node."""
+"""Time for ranks to end by themselves once the other nodes' have ended."""
 REACHED_S = 10.0
 MEETING = ("MASTER_ADDR", "MASTER_PORT")
 
 
 def from_slurm(learner: LearnerConfig, environment: Mapping[str, str]) -> dict[str, str]:
-    """torchrun's variables from srun's, if it has started this process. Raises ConfigError."""
+    """torchrun's variables from srun's, if srun has started this process. Raises ConfigError."""
     told = {"RANK", "NODE_RANK", PROGRESS}  # a keeper, perhaps in a task of srun, sets PROGRESS
     if "SLURM_STEP_NUM_TASKS" not in environment or environment.keys() & told:
         return {}
@@ -217,7 +218,7 @@ class Node:
             before, self._level = self._level, max(level, self._level)
             if before < 2 <= level:
                 self.forced_by = number
-            for count in range(before, level):  # ranks ignore a repeated SIGTERM as a duplicate
+            for count in range(before, level):  # ranks ignore a repeated SIGTERM, which may be a duplicate
                 pass_on(FORCING if count else number)
 
     def tell(self, *words: object) -> None:

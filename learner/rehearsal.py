@@ -1,4 +1,5 @@
-"""Full microbatches of made-up samples at the start (docs/design/learner.md). Trains nothing, and leaves the process's
+"""Two full microbatches of made-up samples, which each rank computes while the servers sample the first batch
+(docs/design/learner.md): a run that would run out of memory ends at its start. Trains nothing, and leaves the process's
 random generators alone."""
 
 from collections.abc import Sequence
@@ -21,14 +22,14 @@ PLAIN = 256
 
 
 def own_part(config: Config, policy: Policy, budget: int, vocabulary: int, part: int, number: int) -> Part | None:
-    """This rank's part; None without a rehearsal."""
+    """This rank's part of `made_up`; None without a rehearsal."""
     if policy.device.type == "cpu" or policy.sight is not None or policy.replayed is not None:
         return None
     return made_up(config, budget, vocabulary, part, number, policy.sharing.prompts)
 
 
 def made_up(config: Config, budget: int, vocabulary: int, part: int, number: int, share_prompts: bool) -> Part:
-    """Part `part` of `number`, each of MICROBATCHES microbatches."""
+    """Part `part` of `number`, each of MICROBATCHES microbatches of `budget` tokens."""
     longest = max_sample_tokens(config)
     prompt = max(min(longest // 2, config.data.max_prompt_tokens), 1)
     size = _group_size(longest, prompt, budget, share_prompts)

@@ -1,5 +1,6 @@
-"""Puts groups that cannot be trained into quarantine. A batch with which the learner ended before is tried group by
-group, so that the buffer knows the group at fault."""
+"""Judges each batch, and has the buffer put groups that cannot be trained into quarantine: `step` returns None, and the
+loop takes the batch again without them. A batch with which the learner ended before is tried group by group, so that
+the buffer knows the group at fault."""
 
 import logging
 import time
@@ -62,7 +63,8 @@ class SoundSteps:
         return stats
 
     def _reported(self, part: Part, found: Found) -> bool:
-        """Returns whether to take the batch again, also because ranks have different groups. A collective."""
+        """Report the groups that any rank has found. Returns whether the batch must be taken again, also because ranks
+        have different groups. A collective."""
         digest = crc32(part.rows.item.data)
         some, largest, smallest = collectives.all_reduce_max(bool(found), digest, -digest)
         if not some and largest == -smallest:
@@ -125,7 +127,8 @@ def judged(part: Part, bounds: Bounds) -> Found:
 
 
 def mismatched(part: Part, form: ImageFormat | None) -> tuple[Found, bool]:
-    """Groups with an image that the policy did not see; whether all with images are such. A collective."""
+    """Groups with an image that is not what the policy saw; and whether all groups with images are such. A
+    collective."""
     found, showing = dict[int, str](), 0
     for item in np.unique(part.rows.item.numpy()).tolist():
         own = only(part, item)

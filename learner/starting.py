@@ -56,7 +56,7 @@ def configure_process(config: Config, device: torch.device) -> torch.device:
 
 def decide_speed(config: Config, memory: int | None, mesh: DeviceMesh, patches: int) -> Config:
     """Decide `learner.compile`, `activation_checkpointing` and `head_chunk_tokens`. A collective: GPUs may differ.
-    `memory`: bytes of one GPU."""
+    `memory`: bytes of this rank's GPU. `patches`: the most of one sample."""
     written, versions, on_gpu = config.learner, config.run.versions, memory is not None
     tokens, reference = least_microbatch(config, patches), keeps_reference(config)
     sends = copies_over(config, shards(mesh), mesh.get_rank())

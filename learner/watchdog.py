@@ -1,5 +1,8 @@
 """A watchdog on each rank ends all ranks if a collective outlives `learner.timeout_s`, and names the missing one.
-torch's flight recorder has the collectives, and a store how many each rank has begun."""
+
+torch's flight recorder has the collectives, and a store how many each rank has begun. A watchdog whose timeout expires
+prints one line, writes the recorder's dump and ends its process; the others see that and end too.
+"""
 
 import json
 import logging
@@ -26,13 +29,13 @@ from configs.variables import private_folder
 T = TypeVar("T")
 log = logging.getLogger(__name__)
 RECORDER = "TORCH_FR_BUFFER_SIZE"
-"""Entries; read when the process group is created."""
+"""Entries of the flight recorder; read when the process group is created."""
 TORCH_LATER_S = 15.0
 """torch's own timeout expires this much later."""
 ANSWER_S = 10.0
 """If the store answers later, each rank ends itself."""
 Note = dict[str, Any]
-"""Collectives `begun` by group, `where` the rank is, `at` which Unix time."""
+"""A rank's note: collectives `begun` by group, `where` the rank is, and `at` which Unix time it was written."""
 
 
 def enable_flight_recorder() -> None:
@@ -90,6 +93,7 @@ class Watchdog:
         return bool(self._store.check(["verdict"]))
 
     def _ask(self, work: Callable[[], T]) -> T | None:
+        """None if the store does not answer in time: a machine may be cut off."""
         try:
             if self._asked.done():
                 self._asked = self._asker.submit(work)
@@ -123,7 +127,8 @@ class Watchdog:
 
 
 class Waits:
-    """The recorder's clock may be set, and runs while this process is stopped."""
+    """How long the oldest collective has waited. The recorder's clock may be set, and runs while this process is
+    stopped."""
 
     def __init__(self, at_most_s: float) -> None:
         self._at_most_s = at_most_s
@@ -166,7 +171,7 @@ def current_line(thread: int | None) -> str:
 def verdict(
     entry: dict[str, Any], waited: float, notes: dict[int, Note | None], rank: int, timeout_s: float, path: Path
 ) -> str:
-    """The missing rank wrote no note, or has begun the fewest collectives."""
+    """The missing rank wrote no note, or has begun the fewest of the group's collectives."""
     mine, group = notes[rank], entry["group"]
     where = mine["where"] if mine else "?"
     head = f"learner: timeout: rank {rank} has waited {waited:.1f} s in {entry['profiling_name']} ({where}) for"

@@ -60,6 +60,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("rollout")
 PROG = "python -m rollout"
 COMMANDS = {each.PROG.split()[-1]: (each.PROG, each.main) for each in (evaluate, reward_server, teacher_server)}
+"""By word: the command's name in messages, and what runs it."""
 ALIVE_EVERY_S = 5.0
 SIGNALS_S = 0.1
 T = TypeVar("T")
@@ -79,7 +80,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def explain_failure(error: Exception, prog: str = PROG) -> int:
-    """Report what ended `prog`; BAD_INPUT if a restart would end alike."""
+    """Report what ended `prog`; BAD_INPUT if a restart would end in the same way."""
     cause = first_error(error)
     if isinstance(cause, RefusedError):
         print_visible(f"{prog}: the buffer refuses this server: {cause}", sys.stderr)

@@ -1,6 +1,6 @@
 """Limits how many samples a rollout server makes at a time.
 
-A sample holds a place until its task ends, not while it is scored or stored.
+A sample holds a place until its task ends: neither while it is scored or stored, nor while it waits for its group.
 """
 
 import asyncio
@@ -14,7 +14,7 @@ from rollout.tasks.trajectory import Recorded
 
 LENGTHS = 512
 GROWTH_PER_S = 1 / 16
-"""From 32 to 512 sequences in 45 s."""
+"""Grows from 32 to 512 sequences in 45 s."""
 NEARLY = 7 / 8
 """Share at which all places count as taken; a cut leaves as many."""
 LULL_S = 0.25
@@ -44,7 +44,8 @@ class Places:
         self._changed.set()
 
     async def room(self) -> int:
-        """Wait for a free place; return for how many groups, at most `samples - 1` places too many."""
+        """Wait for a free place; return for how many groups. At most `samples - 1` places more than `limit` are taken,
+        for which vLLM has room."""
         while self.taken >= self._limit:
             await self.change()
         return -(-(self._limit - self.taken) // self.samples)
@@ -65,6 +66,7 @@ class Places:
 
     @property
     def parked(self) -> int:
+        """Places that are free because the buffer admits no group."""
         return max(0, self._limit - self.taken) if self.lull else 0
 
     def begin_lull(self) -> None:
@@ -136,11 +138,11 @@ class Fixed:
 class Auto:
     """`rollout.sequences: auto`. The limit is the smallest of:
 
-    1. `wanted`: this server's share of a batch. It grows only while the learner waits and all places are taken: more
-       sequences make older samples.
+    1. `wanted`: this server's share of a batch, to make a synchronous batch all at once. It grows only while the
+       learner waits and all places are taken, because more sequences make older samples.
     2. `max_num_seqs`, up to which vLLM has captured CUDA graphs.
     3. `by_kv`: sequences of mean length in the KV cache.
-    4. After preemptions as many fewer, at most an eighth, and not again before the cut is reached; then one group more
+    4. After preemptions as many fewer, at most an eighth, and not again until the cut is reached; then one group more
        per minute.
     """
 

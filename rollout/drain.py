@@ -1,4 +1,4 @@
-"""Stops a rollout server: the first signal drains, the second forces."""
+"""Stops a rollout server: groups in flight are finished or given back. The first signal drains, the second forces."""
 
 import asyncio
 import logging
@@ -13,9 +13,9 @@ from rollout.episodes.episode import Episodes, Failure
 
 log = logging.getLogger(__name__)
 REPORT_S = 5.0
-"""Without a report, leases expire."""
+"""Seconds to report to the buffer; later, leases expire."""
 CLOSE_S = 5.0
-"""Left of a notice to close engine and workers."""
+"""Seconds of a notice that are left for engine and workers to close."""
 FORCE_S = 10.0
 FORCED = 130
 RETURNED = Failure("draining: the server stops", returned=True)
@@ -31,7 +31,8 @@ class Drain:
         self._returning: asyncio.Task[None] | None = None  # kept from the garbage collector
 
     def begin(self, number: int) -> None:
-        """Give back unfinished groups after `drain_s`, or sooner if a notice is short; REPORT_S later, force."""
+        """Begin nothing new. After `drain_s`, or what a notice leaves of it, give back unfinished groups; REPORT_S
+        later force the end."""
         log.info("%s: draining (once more to force quit)", signal.Signals(number).name)
         if self.episodes is None:
             self.force()
@@ -55,7 +56,7 @@ class Drain:
             beginning.cancel()
 
     async def ask(self, buffer: RolloutClient, room: int) -> list[WorkItem] | None:
-        """Return None if no more items come."""
+        """Return at most `room` items; None once there are no more or the drain began."""
         if self.begun.is_set():
             return None
         asking = asyncio.ensure_future(buffer.ask(room))

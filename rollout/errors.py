@@ -34,7 +34,7 @@ class PromptError(EpisodeError):
 
 
 class RewardError(EpisodeError):
-    """An answer could not be scored; its group fails.
+    """An answer could not be scored. Its group fails; it never gets a reward of 0.
 
     `temporary`: a server may answer later.
     """
@@ -44,7 +44,7 @@ class RewardError(EpisodeError):
 
 
 class TeacherError(EpisodeError):
-    """A teacher gave no log-probabilities; the group fails."""
+    """A teacher gave no log-probabilities. The group fails; no token gets a 0."""
 
     def __init__(self, reason: str, temporary: bool = False, origin: str = "") -> None:
         super().__init__(reason, origin=origin)
@@ -75,7 +75,7 @@ class ChatRefused(ValueError):
 
 
 class EngineDead(RuntimeError):
-    """vLLM died, does not answer, or returned impossible values."""
+    """vLLM died, does not answer, or returned impossible values: the server ends."""
 
 
 def all_errors(error: BaseException) -> Iterator[BaseException]:

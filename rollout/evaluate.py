@@ -42,6 +42,7 @@ USAGE = f"usage: {PROG} RUN.yaml [MORE.yaml ...] {FLAGS_SHOWN} [--section.key=va
 
 
 def main(argv: Sequence[str]) -> int:
+    """Run the command line `argv`. Raises ValueError."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     flags, rest = split_flags(argv, PROG, **FLAGS)
     config = read(rest, f"{PROG} {FLAGS_SHOWN}", check_evaluated)
@@ -75,6 +76,7 @@ def say(line: str) -> None:
 
 
 def check_evaluated(config: Config) -> None:
+    """Raise ConfigError if models cannot be evaluated."""
     check_server(config, files=["data.eval"])
     check_scored(config)
 
@@ -106,6 +108,7 @@ def absence(folder: Path) -> str:
 
 
 def served(config: Config, models: Sequence[Path]) -> Config:
+    """Return `config` for an engine that serves `models`. Raises ValueError."""
     from rollout.engine.lora.adapter_folder import evaluated_as  # takes seconds
 
     return evaluated_as(config, models)
@@ -132,6 +135,7 @@ async def evaluate(
 async def evaluate_models(
     config: Config, setup: RolloutSetup, engine: "Engine", sets: Sequence[ProblemSet], models: Sequence[Path]
 ) -> list[dict[str, Any]]:
+    """Return one record for each model and set, printed as soon as it is known."""
     at_once = config.rollout.sequences
     places = Places(max_sequences(config, on_cpu(config)) if at_once == "auto" else at_once, samples=1)
     table = Table(sets, models)

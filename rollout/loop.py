@@ -1,4 +1,4 @@
-"""The two loops of a rollout server. If either fails, the process ends."""
+"""The two loops of a rollout server. If either fails, the process ends with the cause."""
 
 import asyncio
 import logging

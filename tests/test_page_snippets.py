@@ -1,4 +1,4 @@
-"""What pages for users tell a reader to write is accepted: run files, keys, flags of commands, and Python's imports."""
+"""Run files, keys, flags of commands and imports that the pages for users contain are accepted."""
 
 import ast
 import importlib

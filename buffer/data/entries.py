@@ -1,7 +1,8 @@
 """`python -m buffer.data.entries`: makes and scores entries of reasoning-gym; the child of an `EntryMaker`.
 
-Some sets take a second for an entry. Some make other entries under another hash seed or global random seed, so both are
-set.
+Some sets take a second for an entry, which must not stop the buffer. Some make other entries under another hash seed,
+or draw from Python's global random numbers: the parent sets PYTHONHASHSEED, and the global seed is set before each
+entry.
 """
 
 import copy
@@ -39,6 +40,7 @@ class TakesTooLong(BaseException):
 
 @lru_cache(maxsize=64)
 def data_set(name: str, config: str) -> Any:
+    """`config`: JSON."""
     from reasoning_gym import create_dataset
     from reasoning_gym.factory import DATASETS
 
@@ -56,7 +58,7 @@ def data_set(name: str, config: str) -> Any:
         raise RequestError(f"{name} has no {unknown[0]}; it has {', '.join(known)}")
     try:
         return create_dataset(name, **values)
-    except Exception as error:  # a set checks its own config
+    except Exception as error:  # a set checks its config in its own way
         raise RequestError(f"{name} refuses its config: {type(error).__name__}: {error}") from None
 
 
@@ -128,7 +130,7 @@ def answered(verb: str, arguments: list[Any]) -> dict[str, Any]:
         return VERBS[verb](*arguments)
     except TakesTooLong:
         return {"error": f"{' '.join(map(str, [verb, *arguments[:3]]))} took longer than {ENTRY_S} s"}
-    except Exception as error:  # the outermost boundary of a request
+    except Exception as error:  # the outermost boundary of a request: a set's code may raise anything
         who = "" if isinstance(error, RequestError) else f"{verb} {arguments[:1]}: {type(error).__name__}: "
         return {"error": " ".join(f"{who}{error}".split())[:500]}
     finally:

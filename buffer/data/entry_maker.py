@@ -31,6 +31,8 @@ class EntryError(ValueError):
 
 
 class MakerEnded(EntryError):
+    """The process ended before it answered."""
+
     def __init__(self, code: int) -> None:
         super().__init__(f"the process that makes entries ended with exit code {code}")
         self.code = code

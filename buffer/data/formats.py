@@ -1,6 +1,7 @@
 """Reads one data file: parquet, JSON lines, JSON, CSV; text also with gzip.
 
-Images are apart from the rows, so that none stays in memory. Raises ProblemsError, OSError.
+Images are apart from the rows, so that none stays in memory. Raises ProblemsError, in one line; OSError for a file that
+cannot be read.
 """
 
 import csv
@@ -38,7 +39,7 @@ TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[][{},]')
 TEXTS = ("prompt", "problem", "answer", "data_source")
 """These columns are text: `007` stays `007`."""
 EXACT = 2.0**53
-"""Larger floats may differ from the written digits."""
+"""From here on a float may be another number than the digits that were written."""
 MOST_BLOCK = 2**30
 
 Found = Iterable[tuple[Any, Any]]
@@ -153,7 +154,7 @@ def _is_plain(kind: pa.DataType) -> bool:
 
 
 def _longest(column: pa.ChunkedArray) -> float:
-    """A share of the limit."""
+    """The longest value, as a share of the limit."""
     kind, types = column.type, pa.types
     if types.is_struct(kind):
         return max((_longest(pc.struct_field(column, [at])) for at in range(kind.num_fields)), default=0)
@@ -181,7 +182,7 @@ def _require_filled(column: pa.ChunkedArray, name: str, where: str) -> None:
 
 
 def _json_lines(data: bytes, rules: ColumnRules, where: str, folder: Path | None) -> FileRows:
-    """Lines with an index were checked before."""
+    """Lines with an index were checked when it was written; rows with images have none."""
     index = LineIndex(folder, data, [rules.renamed, rules.truth]) if folder else None
     line_of = _line_numbers(data)
     if index and (bounds := index.read()) is not None:
@@ -324,7 +325,7 @@ def _elements(text: str) -> Iterator[str]:
 
 
 def _csv_table(data: bytes, delimiter: str, texts: Sequence[str]) -> pa.Table:
-    """One block, so that types are those of all rows and no cell is too long."""
+    """One block, so that types are those of all rows and no cell is too long. `texts`: columns that stay as written."""
     return pc_csv.read_csv(
         pa.BufferReader(data),
         read_options=pc_csv.ReadOptions(block_size=min(len(data) + 1, MOST_BLOCK)),

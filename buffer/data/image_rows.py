@@ -19,11 +19,11 @@ from buffer.data.images import ImageError, counted, source_size
 IMAGES, MARK = "images", "<image>"
 KINDS = "bytes, a path, or a struct with one of the two as `bytes` or `path`"
 LASTING = {errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG}
-"""A person must mend these. Others may end by themselves, as when a file share comes back."""
+"""Errors that a person must mend. Others may end by themselves, as when a file share comes back."""
 
 
 class ImageUnavailable(ImageError):
-    """The file may be there again soon."""
+    """An image file that cannot be read now, and perhaps soon."""
 
 
 class ImagePlace(NamedTuple):
@@ -76,8 +76,8 @@ class ImageFiles(Sequence[bytes]):
 
 
 class ImageRows:
-    """`every`: of so many rows, one row's images are looked at. `room`: a folder for the copy. Raises ImageError,
-    OSError."""
+    """`every`: of so many rows, one row's images are looked at. `room`: a folder on the disk for the copy. Raises
+    ImageError; OSError where the disk is full."""
 
     def __init__(
         self, found: Iterable[tuple[Any, Any]], folder: Path, most: int, every: int = 1, room: Path | None = None
@@ -153,7 +153,7 @@ class ImageRows:
 
 
 class JoinedImages:
-    """`parts`: a file's first row, what introduces its errors, its images."""
+    """`parts`: the number of a file's first row, what introduces its errors, and its images."""
 
     def __init__(self, parts: Sequence[tuple[int, str, ImageRows]]) -> None:
         self._starts, self._parts = [start for start, _, _ in parts], [images for _, _, images in parts]
@@ -169,7 +169,7 @@ class JoinedImages:
 
 
 def read_file(path: str) -> tuple[bytes, int]:
-    """Bytes, and when they were written, in ns. Raises ImageError, ImageUnavailable."""
+    """The file's bytes, and when it was written, in nanoseconds. Raises ImageError, ImageUnavailable."""
     try:
         with open(path, "rb") as file:
             return file.read(), os.fstat(file.fileno()).st_mtime_ns

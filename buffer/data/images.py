@@ -1,6 +1,7 @@
 """How a vision-language model sees an image.
 
-`decode` makes the same pixels of a file for servers and learner, so only the file travels, with a digest of the pixels.
+Rollout servers and the learner turn the same file into the same pixels with `decode`, so only the file travels; a
+digest of the pixels shows that both ends saw the same.
 """
 
 import hashlib
@@ -227,17 +228,18 @@ class Picture:
         return np.stack([levels[:, colour][self.pixels[:, :, colour]] for colour in range(3)])
 
     def patches(self, levels: np.ndarray | None = None) -> np.ndarray:
-        """[patches, 3 * temporal * patch²]: transformers' `pixel_values`. `levels`: [256, 3], what a byte becomes."""
+        """[patches, 3 * temporal * patch²]: transformers' `pixel_values`. `levels`: [256, 3], what each byte becomes
+        instead."""
         cells, form = self.cells(), self.format
         levels = form.levels() if levels is None else levels
         values = np.empty((len(cells), 3, form.temporal, form.patch**2), levels.dtype)
-        for colour in range(3):  # takes half as long as all at once
+        for colour in range(3):  # one after the other takes half as long as all at once
             values[:, colour] = levels[:, colour][cells[:, colour]][:, None]
         return values.reshape(len(cells), -1)
 
 
 class SeenImage(NamedTuple):
-    """Placeholders of the image begin at `start`."""
+    """An image among tokens; its placeholders begin at `start`."""
 
     start: int
     picture: Picture
@@ -266,7 +268,7 @@ def source_size(data: bytes) -> tuple[int, int]:
 
 
 def _token(config: dict[str, Any], name: str) -> int:
-    """`NAME_index` or `NAME_id`."""
+    """Files call it `NAME_index` or `NAME_id`."""
     index = config.get(f"{name}_index")
     return int(config[f"{name}_id"] if index is None else index)
 
@@ -324,6 +326,7 @@ def _rgb(image: Image.Image) -> Image.Image:
 
 
 def read_model_file(model_path: str, name: str) -> dict[str, Any] | None:
+    """A JSON file of a model; None if the model has none of that name."""
     try:
         file = _file(model_path, name)
         found = json.loads(file.read_text(encoding="utf-8")) if file else None
@@ -338,7 +341,7 @@ def _file(model_path: str, name: str) -> Path | None:
     file = Path(model_path) / name
     if file.parent.is_dir():
         return file if file.exists() else None
-    from huggingface_hub import hf_hub_download  # slow
+    from huggingface_hub import hf_hub_download  # slow; a model in a folder does not pay for it
     from huggingface_hub.errors import LocalEntryNotFoundError, RemoteEntryNotFoundError
 
     try:

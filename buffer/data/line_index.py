@@ -1,7 +1,7 @@
 """Where the rows of a JSON lines file are, so that a restart need not check each again.
 
-Parsing a million rows takes three seconds, reading their index 20 ms. A digest of the data and of the rules names an
-index.
+Parsing a million rows takes three seconds, reading their index 20 ms. An index is named by a digest of the data and of
+the rules by which the rows were checked.
 """
 
 import hashlib

@@ -83,6 +83,7 @@ def _require_alike(first: SourcePart, part: SourcePart) -> None:
 
 
 def digest_of(parts: Sequence[SourcePart]) -> str:
+    """The digest of a single part, or the SHA-256 of the digests of all parts in order."""
     digests = [part.digest for part in parts]
     return digests[0] if len(digests) == 1 else hashlib.sha256("".join(digests).encode()).hexdigest()
 

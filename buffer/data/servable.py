@@ -1,4 +1,4 @@
-"""Whether a row can be stored, sent, and read by a rollout server."""
+"""Whether a row can be stored, sent, and read by a rollout server; checked before any row is dispatched."""
 
 from collections.abc import Iterator
 from typing import Any

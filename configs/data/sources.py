@@ -23,7 +23,7 @@ SUFFIXES = (".parquet", ".jsonl", ".ndjson", ".json", ".csv", ".tsv")
 GZIPPED = ".gz"
 TRUTHLESS = ("none", "task", "judge", "reward_model", "reasoning_gym", "regex", "length")
 READS_TRUTH = {"ground_truth", "ground_truths", "reward_input", "reward_inputs"}
-"""Arguments for the ground truth."""
+"""Parameters by which a user's reward function gets the ground truth."""
 
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]+:/")
 
@@ -63,7 +63,7 @@ def source_name(source: Source) -> str:
 
 
 def generated(source: Path | str) -> GeneratedSet | None:
-    """The set that `reasoning_gym:NAME?size=N&seed=S&...` names; None for a path."""
+    """The set that `reasoning_gym:NAME?size=N&seed=S&...` names; None for a path. Raises SourceError."""
     text = str(source)
     if not text.startswith(GENERATED):
         return None
@@ -119,7 +119,7 @@ def _found_elsewhere(path: Path) -> str:
 
 
 def problems_with(source: Source) -> Iterator[str]:
-    """Yield why nothing can be read; no file is opened."""
+    """Yield why nothing can be read from `source`; no file is opened."""
     try:
         parts = parts_of(source)
     except SourceError as error:
@@ -175,7 +175,7 @@ def count_rows(source: Source) -> int | None:
 def _count(file: Path) -> int:
     opened: Callable[..., Any] = gzip.open if file.suffix == GZIPPED else open
     if kind_of(file) == ".parquet":
-        from pyarrow import parquet  # slow
+        from pyarrow import parquet  # slow to import
 
         return int(parquet.ParquetFile(file).metadata.num_rows)
     with opened(file, "rb") as data:
@@ -192,7 +192,7 @@ def _count(file: Path) -> int:
 
 
 def the_list(value: Any) -> list[Any]:
-    """A JSON file is a list, or has one."""
+    """The rows of a JSON file: a list, or its one list."""
     lists = [value] if isinstance(value, list) else []
     if isinstance(value, dict):
         lists = [inner for inner in value.values() if isinstance(inner, list)]

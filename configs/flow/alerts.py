@@ -6,11 +6,11 @@ from statistics import median
 Rule = Callable[[float, float], bool]
 """(value, median of the history) -> whether to warn."""
 COMPARED = 20
-"""The median is over so many earlier values."""
+"""The median is over at most so many earlier values."""
 LOOKED_BACK = 200
-"""Not every version has every metric."""
+"""Versions that are searched for them: not every version has every metric."""
 FRESH = "mismatch/k3_fresh"
-"""k3 on tokens of age 0."""
+"""k3 on tokens of age 0, if any were trained."""
 BUCKETS = ("1", "2-3", "4-7", "8-15", "16-31", "32-63", "64+")
 K3_BY_AGE = {FRESH: "0"} | {f"offpolicy/k3_age_{ages}": ages for ages in BUCKETS}
 """The youngest first."""
@@ -42,6 +42,7 @@ def alerts(metrics: Mapping[str, float], history: Sequence[Mapping[str, float]],
 
 
 def youngest_k3(metrics: Mapping[str, float]) -> str | None:
+    """The k3 of the youngest trained tokens that are FEW_TOKENS or more."""
     found = (key for key, age in K3_BY_AGE.items() if metrics.get(f"age/share_{age}", 1.0) >= FEW_TOKENS)
     return next((key for key in found if key in metrics), None)
 

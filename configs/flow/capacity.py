@@ -1,4 +1,4 @@
-"""What the buffer's process takes: connections, open files, memory."""
+"""What the buffer's process takes, by the run file alone: connections, open files, memory."""
 
 from configs.checks import max_group_bytes
 from configs.context_parallel import parts_of
@@ -19,9 +19,9 @@ PARKED_BYTES = 256 * 2**20
 """Groups that wait in memory while the store is full."""
 COMMIT_BYTES = 16 * 2**20
 BASE_BYTES, CONNECTION_BYTES, SAMPLE_BYTES, ROW_BYTES = 128 * 2**20, 2**16, 512, 16
-RECORD_BYTES, PLACE_BYTES = 320, 320
-"""Each drawn row, and its place with `data.difficulty`."""
 """The process, and each connection, open sample without tokens, and row without text."""
+RECORD_BYTES, PLACE_BYTES = 320, 320
+"""Each drawn row, and its place among those to be drawn with `data.difficulty`."""
 
 
 def connections(config: Config) -> int:
@@ -29,12 +29,13 @@ def connections(config: Config) -> int:
 
 
 def open_files(config: Config) -> int:
+    """Files that the buffer has open with all `connections`; a connection is one."""
     return connections(config) + OWN_FILES
 
 
 def memory_bytes(config: Config, problems: int = 0) -> int:
-    """Memory without the text of the problems. Two groups and a part exceed the bounds, because the last one is taken
-    whole."""
+    """Memory without the text of the problems. Two groups and a part go beyond the bounds, because the last one to come
+    is taken whole."""
     group, stored = max_group_bytes(config), open_groups(config) * max_group_bytes(config)
     batch = config.batch.groups * group
     bounds = min(CACHE_BYTES, stored) + min(IN_FLIGHT_BYTES, batch) + min(PARKED_BYTES, stored) + COMMIT_BYTES

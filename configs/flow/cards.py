@@ -24,7 +24,7 @@ class Card:
     peak: float | None
     """Dense bfloat16 FLOP/s with float32 sums."""
     bandwidth: float | None
-    """Bytes/s."""
+    """Bytes/s of the GPU's memory."""
     source: str = ""
     """The vendor's page. Half of a peak with sparsity is dense."""
 

@@ -36,7 +36,7 @@ class StepTime:
 
 
 def step_time(model: ServedModel, peak: float, bandwidth: float, gpus: int, context: float) -> StepTime:
-    """`context`: tokens of a sequence in the mean."""
+    """The step of sequences with `context` tokens in the mean, without what the GPUs exchange."""
     fixed = STEP_S + model.read * model.width / gpus / bandwidth
     attention = context * model.kv_numbers * model.width / gpus / bandwidth
     return StepTime(fixed, SEQUENCE_S + 2 * model.active / gpus / peak + attention)

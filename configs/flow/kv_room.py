@@ -1,4 +1,4 @@
-"""How many sequences a server's KV cache will hold."""
+"""How many sequences a server's KV cache will hold, estimated before it starts."""
 
 import shutil
 import subprocess

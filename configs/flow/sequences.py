@@ -1,4 +1,4 @@
-"""How many sequences a server may work on, and groups of a run may be open."""
+"""How many sequences a server may work on, and how many groups of a run may be open, by the run file alone."""
 
 from math import ceil
 
@@ -8,8 +8,8 @@ from configs.schema import Config
 MEAN_SHARE = 1 / 4
 """Mean length of a sample over the longest. Lengths are taken as geometric, cut there."""
 GPU_SEQUENCES, MOST_GPU_SEQUENCES, CPU_SEQUENCES = 512, 1024, 256
-"""By `simulation.STEP_COST`, 512 are nine tenths as fast as 1,024, with half the CUDA graphs and half the logits: 0.6
-MB a sequence in float32, which the sampler copies."""
+"""Most sequences for `rollout.sequences: auto`. By `simulation.STEP_COST`, 512 are nine tenths as fast as 1,024, with
+half the CUDA graphs to capture and half the logits: 0.6 MB a sequence in float32, of which the sampler makes copies."""
 
 
 def share_of_batch(config: Config) -> int:
@@ -17,7 +17,7 @@ def share_of_batch(config: Config) -> int:
 
 
 def max_sequences(config: Config, cpu: bool) -> int:
-    """CUDA graphs are captured in steps of 16."""
+    """CUDA graphs are captured in steps of 16. `engine_arguments` adds room for the rest of the last group."""
     given, wanted = config.rollout.engine.get("max_num_seqs"), config.rollout.sequences
     if isinstance(given, int):
         return given
@@ -44,5 +44,5 @@ def admitted_staleness(config: Config) -> int:
 
 
 def open_groups(config: Config) -> int:
-    """Admission lets (staleness + 1) batches be leased or stored."""
+    """Most groups that are leased or stored at once: admission lets (staleness + 1) batches be open."""
     return (admitted_staleness(config) + 1) * config.batch.groups

@@ -1,4 +1,5 @@
-"""Plays a run in milliseconds: sequences at a time, age and speed, for assumed lengths and speeds."""
+"""Plays a run in milliseconds, the same each time: sequences at a time, age and speed, for assumed lengths and
+speeds."""
 
 import heapq
 import random
@@ -32,7 +33,7 @@ class Flow:
     """A run in steady state."""
 
     running: float
-    """Mean number on all servers."""
+    """Mean number of sequences that run on all servers."""
     age: float
     """In versions."""
     speed: float
@@ -40,6 +41,7 @@ class Flow:
 
 
 def most_running(config: Config) -> int:
+    """Sequences that one server can run at a time: its places, or vLLM's `max_num_seqs` if that is fewer."""
     return min(places(config), max_sequences(config, config.rollout.device == "cpu"))
 
 

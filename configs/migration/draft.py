@@ -62,7 +62,8 @@ def rename(given: Given, draft: Draft, table: Mapping[str, str]) -> None:
 
 
 def list_the_rest(given: Given, draft: Draft, reasons: Mapping[str, str]) -> None:
-    """`reasons` are by key, or by the beginning of keys (`critic.`); with `=`, no counterpart is needed."""
+    """`reasons` are by key, or by the beginning of keys (`critic.`). A text that begins with `=` is for settings that
+    need no counterpart."""
     for key in given.left():
         reason = next((reasons[start] for start in _beginnings(key) if start in reasons), UNKNOWN)
         if reason.startswith("="):
@@ -95,7 +96,8 @@ def run_name(value: Any) -> str | None:
 
 @dataclass(frozen=True)
 class Steps:
-    """Another system makes `updates` optimizer steps with `prompts` prompts. Each is a version."""
+    """Another system makes `updates` optimizer steps with `prompts` prompts. A version is one optimizer step: so a
+    batch has the prompts of one update."""
 
     prompts: int
     updates: int
@@ -116,6 +118,7 @@ def set_steps(draft: Draft, steps: Steps, samples: int, counted: str) -> None:
 
 
 def set_versions(draft: Draft, steps: int | None, epochs: Any, updates: int, rows: int | None, prompts: int) -> None:
+    """Set `run.versions`: by a number of their steps, or by epochs of `rows` problems where those are known."""
     if steps and steps > 0:
         draft.set("run.versions", int(steps) * updates)
     elif epochs and rows:
@@ -141,7 +144,7 @@ def rows_of(draft: Draft) -> int | None:
 
 
 def set_every(given: Given, draft: Draft, updates: int, checkpoint: str, evaluation: str) -> None:
-    """The two keys count steps."""
+    """Set how often checkpoints and evaluations come. The two keys count steps."""
     for theirs, ours in ((checkpoint, "learner.checkpoint_every"), (evaluation, "eval.every")):
         every = given.take(theirs, default=-1)
         draft.set(ours, every * updates if every > 0 else None)

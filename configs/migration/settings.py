@@ -31,7 +31,7 @@ Settings = dict[str, Any]
 
 
 def read_settings(file: Path) -> Settings:
-    """The suffix decides: `.yaml`, `.yml`, `.json`; `.py`; else a shell script."""
+    """The settings in `file`. The suffix decides: `.yaml`, `.yml`, `.json`; `.py`; else a shell script."""
     try:
         text = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
@@ -147,7 +147,7 @@ def number(value: Any) -> Any:
 
 
 def from_python(text: str, file: Path) -> Settings:
-    """Takes literal arguments from the parsed script."""
+    """Literal arguments of TRL's calls in a script, which is parsed and never run."""
     try:
         tree = ast.parse(text)
     except SyntaxError as error:

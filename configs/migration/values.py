@@ -1,4 +1,5 @@
-"""The critic of another system's PPO. Its lambda and gamma are over tokens, ours over turns; at 1 both are the same."""
+"""The critic of another system's PPO, as `algorithm.critic`. Their lambda and gamma are over tokens, ours over turns;
+at 1 both are the same."""
 
 from typing import NamedTuple
 

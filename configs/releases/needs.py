@@ -16,15 +16,15 @@ class Need:
     path: str
     why: str
     has: str = ""
-    """`a|b` means either, `a?` means only where it exists."""
+    """Attributes: `a|b` means either, `a?` means only where it exists."""
     calls: tuple[str, ...] = ()
-    """Parameters in order, then `name=...` for those by name."""
+    """Calls of a method, or of the symbol: parameters in order, then `name=...` for those by name."""
     replaces: tuple[str, ...] = ()
     """Overridden methods with all parameters; `...` stands for any others."""
     implements: str = ""
-    """Abstract methods of a base class; `a?` means only where it exists."""
+    """Methods that a base class of Headrace's own leaves abstract; `a?` means only where it exists."""
     follows: str = ""
-    """Methods that Headrace's own code follows."""
+    """Methods whose body Headrace's own code follows."""
     since: str = ""
 
     def concerns(self, source: Source) -> bool:
@@ -64,7 +64,7 @@ def problems(need: Need, found: Found, source: Source) -> Iterator[str]:
 
 
 def differences(form: str, need: Need, found: Found, source: Source, exact: bool) -> Iterator[str]:
-    """`exact`: Headrace replaces the function in this form; else it calls it so."""
+    """Yield how a function differs from the form in which Headrace calls it, or, if `exact`, replaces it."""
     call = ast.parse(form, mode="eval").body
     assert isinstance(call, ast.Call) and isinstance(call.func, ast.Name)
     name, itself = call.func.id, call.func.id == need.path.rpartition(".")[2]
@@ -105,7 +105,7 @@ def rewritten(needs: Iterable[Need], before: Source, after: Source) -> Iterator[
 
 
 def body(found: Found | None) -> list[str]:
-    """Lines without comments and docstrings."""
+    """The lines of a definition without comments and docstrings; [] of one that is not there."""
     if found is None:
         return []
     return ast.unparse(without_docstrings(found.node)).splitlines()

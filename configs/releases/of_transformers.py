@@ -1,4 +1,4 @@
-"""What Headrace leans on in transformers. `make next-vllm` judges a release by it."""
+"""What Headrace leans on in transformers beyond its plain interface. `make next-vllm` judges a release by it."""
 
 from functools import cache
 
@@ -183,6 +183,6 @@ def installed() -> Source | None:
 
 @cache
 def lacking() -> tuple[str, ...]:
-    """Yield what the installed transformers lack."""
+    """Return a line for each thing that the installed transformers lack; none without them."""
     source = installed()
     return () if source is None else tuple(f"{source.number}: {line}" for line in needs.moved(NEEDS, source))

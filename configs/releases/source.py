@@ -1,4 +1,4 @@
-"""Reads the source of a library's release without importing it."""
+"""Reads the source of a library's release without importing it: from an installed package, a folder or a wheel."""
 
 import ast
 import zipfile

@@ -1,5 +1,6 @@
-"""The critic judges a batch before the policy is trained on it, and learns from the batch afterwards. Methods that
-compute are collectives. `judge` waits for the GPU."""
+"""The critic judges a batch before the policy is trained on it, and learns from the batch afterwards. Values are those
+of the critic as it is now, whatever version sampled the tokens. Methods that compute are collectives of all ranks.
+`judge` waits for the GPU: returns are computed on the CPU."""
 
 import logging
 import time
@@ -59,7 +60,8 @@ class Critic:
         return version < last
 
     def judge(self, batch: Batch, rewards: Tensor, masked: bool = False) -> Batch:
-        """Give each token its advantage. `rewards`: [turns] float64. `masked`: truncated samples get 0."""
+        """Give each token its advantage. `rewards`: [turns] float64, of this rank's turns. `masked`: truncated samples
+        get 0."""
         placed = [self.body.place(replace(each, routes=None)) for each in batch.microbatches]
         with self.body.gathering.held():
             states = [self.body.score(each) for each in placed]
@@ -113,7 +115,7 @@ class Critic:
         return [whitened(advantages, means[1], variance).float() for advantages in every]
 
     def learn(self, version: int) -> dict[str, float]:
-        """Train on the batch judged last."""
+        """Train on the batch judged last; metrics are the same on all ranks."""
         self.skipped.check()
         began, clipped, figures = time.perf_counter(), 0.0, dict[str, float]()
         for _ in range(self.config.updates):
@@ -126,7 +128,7 @@ class Critic:
         return self._figures | clip | named | {"time/critic_s": time.perf_counter() - began}
 
     def _backward(self) -> float:
-        """Returns how many values were clipped."""
+        """The mean is over all sampled tokens of the batch. Returns how many values were clipped."""
         clipped = torch.zeros((), dtype=torch.float64, device=self.body.device)
         with self.body.gathering.held():
             for judged in self._judged:

@@ -28,6 +28,7 @@ from learner.model.flops import Costs, TowerCosts
 from learner.model.gathering import Gathering
 from learner.model.head import ChunkLoss, HeadOptions, chunk_tokens, chunked_loss, logprobs_and_entropy
 from learner.model.idle_parts import idle_modules, idle_names, sees
+from learner.model.kernels import operators
 from learner.model.lora.adapter import Factor, adapt, factors, initial
 from learner.model.master_weights import MasterWeights, keep_wide_gradients, narrow
 from learner.model.microbatch import Microbatch, Targets, one_document
@@ -137,6 +138,7 @@ class Policy(nn.Module):
         }
         if compiled:
             torch._dynamo.config.recompile_limit = max(MOST_GRAPHS, torch._dynamo.config.recompile_limit)
+            torch.compiler.config.cache_key_tag = operators.schemas()
         for block in loading.all_blocks(self.model):
             if compiled:  # FSDP's hooks around it gather and reduce as before
                 block.forward = torch.compile(block.forward, dynamic=True)  # type: ignore[method-assign]

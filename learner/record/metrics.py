@@ -1,7 +1,7 @@
-"""`metrics.jsonl`: one flat JSON object per version, written by learner rank 0.
+"""The record of a run: `metrics.jsonl`, one flat JSON object per version, written by learner rank 0.
 
-Evaluations have the learner's `version` when they were written, and `eval/version`. Records of servers have `"kind":
-"servers"` and no `version`.
+The record of an evaluation has the learner's `version` when it was written, and the evaluated one as `eval/version`.
+Records of servers and buffer have `"kind": "servers"` and no `version`. A `Metrics` without a path writes nothing.
 """
 
 import json
@@ -29,7 +29,8 @@ REPEATED = 20
 
 
 class Metrics:
-    """`span("train")` adds to `time/train_s`; `log` writes the record. `peak`: FLOP/s of all GPUs."""
+    """`span("train")` adds to `time/train_s`; `log` writes the record and starts the next one. `peak`: FLOP/s of all
+    the learner's GPUs. `mfu` is over the time in training, `mfu/version` over all time."""
 
     def __init__(
         self,
@@ -92,7 +93,7 @@ class Metrics:
         return [int(record["eval/due"]) for record in found if record.get("version", 0) <= version]
 
     def _write(self, path: Path, version: int, record: Record) -> None:
-        """The first call removes records of `version` and later ones."""
+        """Append `record`. The first call removes what an earlier process recorded of `version` and later ones."""
         with self._writing:
             if not self._opened:
                 self._truncate(path, version)
@@ -156,7 +157,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 
 def _read_all(path: Path, with_text: bytes = b"") -> list[dict[str, Any]]:
-    """A line that a disk has damaged is left out."""
+    """All records, or those of lines with `with_text`. A line that a disk has damaged is left out."""
     found = []
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):

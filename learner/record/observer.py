@@ -25,7 +25,7 @@ NOT_SUMMED = "limit_"
 
 
 class Observer:
-    """Context manager around the learner's loop."""
+    """Context manager around the learner's loop. `learner_gpus`: of all ranks."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class Observer:
     def _serve(self) -> None:
         try:
             self._loop.run_until_complete(unless(self._over, self._record()))
-        except RefusedError as error:  # a buffer of another release
+        except RefusedError as error:  # a buffer of another release: the run goes on without
             log.warning("no more records of servers and buffer: %s", error)
 
     async def _record(self) -> None:

@@ -1,6 +1,7 @@
-"""Experiment trackers, each in its own thread on learner rank 0.
+"""Experiment trackers: TensorBoard, Weights & Biases, SwanLab, each in its own thread on learner rank 0.
 
-One that fails or hangs costs a warning, never the run. The learner ends without exit hooks: `close` sends the rest.
+One that is missing, fails or hangs costs a warning, never the run. The learner ends without the interpreter's exit
+hooks: `close` sends the rest.
 """
 
 import json
@@ -65,7 +66,7 @@ def tensorboard(folder: Path, run: str, config: Mapping[str, Any]) -> Iterator[C
 
 @contextmanager
 def wandb(folder: Path, run: str, config: Mapping[str, Any]) -> Iterator[Callable[[Record], None]]:
-    """Weights & Biases; offline or without a key, records stay in `folder`."""
+    """Weights & Biases; its environment variables apply. Offline or without a key, records stay in `folder`."""
     import wandb as service
 
     options = {"project": "headrace", "name": run, "id": run, "dir": str(folder), "config": dict(config)}

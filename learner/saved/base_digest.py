@@ -1,6 +1,6 @@
 """`python -m learner digest CHECKPOINT MODEL`: prints MODEL's digest, to compare with the base of CHECKPOINT's adapter.
 
-Exit 2: bad input.
+`python -m rollout evaluate` runs it as a process, because rollout does not import this package. Exit 2: bad input.
 """
 
 import sys

@@ -1,4 +1,4 @@
-"""The policy as a Hugging Face folder: the initial model's files with new weights."""
+"""The policy as a Hugging Face folder that `vllm serve` loads: the initial model's files with new weights."""
 
 import json
 import shutil
@@ -24,7 +24,8 @@ WEIGHT_FILES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".safetensors.in
 
 
 def collect(policy: Policy) -> dict[str, Tensor]:
-    """Gather whole weights, or the adapter's, in rank 0's host memory. A collective."""
+    """Gather the whole weights, or the adapter's, by name in host memory on rank 0; empty on other ranks. A
+    collective."""
     if replica(policy.mesh) > 0:
         return {}
     keep = dist.get_rank() == 0

@@ -1,4 +1,5 @@
-"""The manifest that completes a checkpoint: its files with sizes and checksums."""
+"""The manifest that completes a checkpoint, written last: its files with sizes and checksums. Which checkpoints a run
+keeps."""
 
 import json
 import os
@@ -140,7 +141,7 @@ def recover(folder: Path) -> None:
 
 
 def set_aside(checkpoint: Path) -> Path:
-    """Rename a damaged checkpoint."""
+    """Rename a damaged checkpoint, so that it is none any more."""
     aside = checkpoint.with_suffix(DAMAGED)
     shutil.rmtree(aside, ignore_errors=True)
     return checkpoint.rename(aside)

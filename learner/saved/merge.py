@@ -1,7 +1,7 @@
 """`python -m learner merge CHECKPOINT OUT`: writes the whole weights of a checkpoint with an adapter as a Hugging Face
 folder.
 
-Computes in float32 and rounds once. Exit 2: bad input.
+Computes on the CPU, in float32, and rounds once, to `model.dtype`. Exit 2: bad input.
 """
 
 import sys
@@ -59,7 +59,7 @@ def merge(checkpoint: Path, out: Path) -> None:
 
 
 def add(model: PreTrainedModel, adapter: dict[str, Tensor], scale: float) -> None:
-    """Add `adapter` to the layers of `model`."""
+    """Add `adapter` to the layers of `model`, rounded once to their dtype."""
     for name in adapter:
         if name.endswith(LORA_A):
             layer = name.removesuffix(LORA_A)

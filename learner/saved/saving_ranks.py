@@ -21,7 +21,7 @@ SEEN_S = 5.0
 
 
 class SavingRanks:
-    """The ranks of checkpoints in `folder`."""
+    """The ranks of checkpoints in `folder`. `shards`: ranks that share one copy of the model."""
 
     def __init__(self, folder: Path, shards: int, first_node: bool) -> None:
         self.folder, self.shards = folder, shards
@@ -57,7 +57,7 @@ class SavingRanks:
             raise ConfigError([judged[0]])
 
     def newest_sound(self) -> int:
-        """The newest undamaged version, or 0. Sets damaged checkpoints aside."""
+        """Version of the newest complete and undamaged checkpoint, 0 if there is none. Sets damaged ones aside."""
         if dist.get_rank() == 0 and self.folder.is_dir():
             recover(self.folder)
         while version := self._newest():

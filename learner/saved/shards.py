@@ -1,7 +1,8 @@
-"""Writes and reads a checkpoint's shards with checksums.
+"""Writes and reads a checkpoint's shards with checksums, and without running code.
 
-torch would unpickle files that could run any program; `Reader` and `Planner` take only what torch writes for a
-learner's state.
+`Writer` notes the CRC32C of a shard as it writes it: nobody has to read a shard again. torch unpickles `.metadata` and
+all of a state that is no tensor, so a file made for it could run any program; `Reader` and `Planner` take only what
+torch writes for a learner's state.
 """
 
 import io
@@ -77,7 +78,7 @@ class SummedFiles(FileSystem):
 
 
 class Writer(_FileSystemWriter):
-    """torch's writer, whose public subclass copies the state otherwise than `async_save`."""
+    """torch's writer; not its public subclass, which copies the state in another way than `async_save`."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder)
@@ -85,7 +86,7 @@ class Writer(_FileSystemWriter):
 
 
 class Uncopied(AsyncStager):
-    """The state is too large to copy, and nobody changes it."""
+    """Has the writer read a state where it lies: it is too large to copy, and nobody changes it meanwhile."""
 
     _synchronize_after_execute = False
 
@@ -102,7 +103,7 @@ class RefusedClass(pickle.UnpicklingError):
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Loads objects of CLASSES and plain values. Raises RefusedClass."""
+    """Loads objects of CLASSES and plain values. Raises RefusedClass for all else."""
 
     def find_class(self, module: str, name: str) -> Any:
         if (module, name) in CLASSES:

@@ -57,7 +57,7 @@ class AnswerSteps:
         }  # fmt: skip
 
     def _backward(self, policy: Policy, placed: list, trained: int) -> tuple[Tensor, Tensor | None]:
-        """-log p over all ranks, [] float64, and this rank's tally."""
+        """The sum of -log p over all ranks, [] float64, and the tally of this rank's routers."""
 
         def chunk_loss(logprobs: Tensor, entropy: Tensor, chunk: slice) -> Tensor:
             return -logprobs.sum() / trained
@@ -67,7 +67,7 @@ class AnswerSteps:
             for microbatch in placed:
                 policy.gathering.reduce_after_next(last=microbatch is placed[-1])
                 logprobs, _, loss = policy(microbatch, loss=chunk_loss)
-                (loss * dist.get_world_size()).backward()  # FSDP averages, but the loss is a sum
+                (loss * dist.get_world_size()).backward()  # FSDP averages over ranks, but the loss is a sum
                 total -= logprobs.double().sum()
                 if policy.mixture is not None:
                     tally = policy.mixture.tally.double() + (0 if tally is None else tally)

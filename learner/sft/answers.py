@@ -42,7 +42,7 @@ class Draft:
     text: str = ""
     pieces: list[tuple[list[int], bool]] = field(default_factory=list)
     closed: bool = False
-    """The template did not write its last token: nothing can follow."""
+    """The last answer ends with a token that the template did not write: nothing can follow."""
 
     def finish(self) -> TrainedText:
         tokens = np.array([token for ids, _ in self.pieces for token in ids], np.int32)
@@ -61,7 +61,7 @@ def reader_of(config: Config, section: str = "sft") -> "AnswerReader":
 
 
 class AnswerReader:
-    """Renders rows by the run's templates. Raises ConfigError."""
+    """Renders rows by the run's templates. Raises ConfigError for an unusable template or tokenizer."""
 
     def __init__(self, tokenizer: "PreTrainedTokenizerBase", config: Config, section: str = "sft") -> None:
         self.tokenizer, self.turns, self.formats = tokenizer, config.sft.turns, config.data.format_prompt is not None
@@ -173,6 +173,7 @@ class AnswerReader:
         return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def _require_joined(self, draft: Draft) -> None:
+        """Raise PromptError for a tokenizer that writes pieces of a text in another way."""
         tokens = [token for ids, _ in draft.pieces for token in ids]
         tokens = tokens[:-1] if draft.closed else tokens
         pieces, together = map(self.tokenizer.convert_ids_to_tokens, (tokens, self._encoded(draft.text)))

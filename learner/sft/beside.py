@@ -1,5 +1,6 @@
-"""Demonstrations trained beside each batch, with `weight` times their mean -log p. The version alone decides which, so
-a restart draws the same."""
+"""Demonstrations trained beside each batch of reinforcement learning, with `weight` times their mean -log p. The
+version alone decides which, so a restart or another number of ranks draws the same, and the ledger need not know of
+them."""
 
 from collections.abc import Sequence
 
@@ -55,7 +56,7 @@ class Drawn:
             return -logprobs.sum() * scale
 
         logprobs, _, loss = policy(microbatch, loss=chunk_loss)
-        (loss * dist.get_world_size()).backward()  # FSDP averages, but the loss is a sum
+        (loss * dist.get_world_size()).backward()  # FSDP averages over ranks, but the loss is a sum
         self.total -= logprobs.double().sum()
 
     def metrics(self, total: float) -> dict[str, float]:
@@ -75,7 +76,7 @@ class Drawn:
 
 
 def read_beside(config: Config, budget: int) -> Beside | None:
-    """None without `data.demonstrations`. Raises ConfigError. A collective."""
+    """None without `data.demonstrations`. Raises ConfigError if a row cannot be trained. A collective."""
     given = config.data.demonstrations
     if given is None:
         return None

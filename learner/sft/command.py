@@ -1,7 +1,7 @@
-"""`python -m learner sft CONFIG`: fine-tunes on the demonstrations of `data.train`.
+"""`python -m learner sft CONFIG`: supervised fine-tuning on the demonstrations of `data.train`, to `run.versions`.
 
-Signals and exit codes are those of `python -m learner`; exit 4: the last checkpoint could not be written, or steps
-change nothing.
+Goes on from the last checkpoint. Signals and exit codes are those of `python -m learner`; exit 4: the last checkpoint
+could not be written, or steps no longer change anything.
 """
 
 import os
@@ -76,7 +76,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def known(config: Config) -> Config:
-    """Bound `sft.max_tokens` by the model's positions. Raises ConfigError."""
+    """Bound `sft.max_tokens` by the model's positions. Raises ConfigError for a model that reads images."""
     model = loading.read_config(config.model)
     if sees(model):
         problem = "reads images, and supervised fine-tuning trains text alone"
@@ -88,14 +88,14 @@ def known(config: Config) -> Config:
 
 
 def check_past(config: Config) -> None:
-    """Raise ConfigError if the folder's run cannot go on."""
+    """Raise ConfigError if keys have changed that may not, or another kind of run has the folder."""
     before = written(config.run.path)
     if before and (before.get("sft.rows") is None or complete(config.run.path / "checkpoints")):
         changes(before, config)
 
 
 def take_folder(path: Path) -> None:
-    """Lock the run's folder. Raises ConfigError."""
+    """Lock the run's folder: two processes would write the same checkpoints. Raises ConfigError."""
     run_folder(path)
     try:
         locked(path / LOCK)

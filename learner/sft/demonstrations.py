@@ -1,4 +1,5 @@
-"""The demonstrations of a run in tokens, all on every rank. A bad row ends the run at its start."""
+"""The demonstrations of a run in tokens, all on every rank, and their order. Each rank converts its share before
+training, so a row that cannot be trained ends the run at its start."""
 
 import hashlib
 import logging
@@ -70,7 +71,7 @@ class Demonstrations:
         return schedule.order(len(self.rows), self._seed, epoch, self._shuffle)
 
     def drawn(self, position: int, number: int) -> Texts:
-        """The texts of `number` rows from `position` on."""
+        """The texts of `number` rows from `position` on, over all epochs."""
         found: Texts = []
         for place in range(position, position + number):
             epoch, index = divmod(place, len(self.rows))
@@ -79,7 +80,7 @@ class Demonstrations:
 
 
 def read_demonstrations(config: Config, key: str, source: Source, reader: AnswerReader) -> Demonstrations:
-    """The rows of `source`. Raises ConfigError on every rank. A collective."""
+    """The rows of `source`. Raises ConfigError, on every rank, if one cannot be trained. A collective."""
     try:
         opened = [
             (part.weight, open_source(part, config.data, key, False, None, demonstrations=True))

@@ -23,7 +23,7 @@ def microbatches(
 
 
 def laid_out(texts: Sequence[TrainedText]) -> Microbatch:
-    """A row of whole texts, or a dummy."""
+    """A row of whole texts; of none, a dummy."""
     if not texts:
         return pack([])
     tokens, trained = [text.tokens for text in texts], [text.trained for text in texts]

@@ -38,6 +38,6 @@ def run(
 
 
 def rating(measured: Sequence[EvaluationResult]) -> float | None:
-    """For `learner.keep_best`: the negative held-out loss."""
+    """For `learner.keep_best`: the mean held-out loss, negative."""
     losses = [figures["loss"] for result in measured for figures in result.figures.values()]
     return -sum(losses) / len(losses) if losses else None

@@ -1,4 +1,5 @@
-"""Makes microbatches of a rank's part of a batch (docs/design/learner.md), the same number on all ranks, so that FSDP's
+"""Makes microbatches of a rank's part of a batch (docs/design/learner.md): `open_part` decodes, `agree` compares the
+ranks, `pack_all` lays rows out. `agree` is a collective: all ranks take the same number of microbatches, so that FSDP's
 collectives match."""
 
 from collections import defaultdict
@@ -58,7 +59,7 @@ class Turns(NamedTuple):
 
 @dataclass(frozen=True)
 class Unit:
-    """Documents that share their prompt, or a single one."""
+    """Documents that share their prompt, which is computed once, or a single one."""
 
     documents: Sequence[Document]
     prompt: int
@@ -145,16 +146,17 @@ class Batch:
         replayed: Experts | None = None,
         key_room: float | None = None,
     ) -> "Batch":
-        """Pack `part` into microbatches of `budget` tokens; a longer document gets its own. Its n tokens cost n +
-        quadratic * n². `key_room`: tokens of the budget per copied key; None shares prompts only. Raises RuntimeError,
-        PictureMismatch or RouteMismatch on all ranks."""
+        """Pack `part` into microbatches of at most `budget` tokens and PATCHES_PER_TOKEN patches for each; a longer
+        document gets its own. A document of n tokens costs n + quadratic * n². `key_room`: tokens of the budget that a
+        copied key takes; None: only prompts are shared. Raises, on all ranks, RuntimeError when their parts are not of
+        one batch, PictureMismatch or RouteMismatch."""
         opened = open_part(part, budget, share_prompts, form, replayed, key_room)
         agreed = agree(opened, budget)
         return pack_all(opened, agreed, budget, quadratic, patch_cost)
 
 
 class Opened(NamedTuple):
-    """A rank's part, decoded. `sizes`: budget of each unit."""
+    """A rank's part, decoded. `sizes`: tokens of the budget that each unit takes."""
 
     part: Part
     units: Sequence[Unit | Tree]
@@ -261,7 +263,7 @@ def documents_of(
     seen: Seen = NOTHING_SEEN,
     routes: Sequence[np.ndarray | None] | None = None,
 ) -> tuple[list[Document], Turns]:
-    """Segments and turns. `rows`: indices in `Batch.rows`."""
+    """Segments and turns of `samples`, whose indices in `Batch.rows` are `rows`."""
     documents, turn_rows, rewards = list[Document](), list[int](), list[float]()
     for sample, row, routed in zip(samples, rows, routes or [None] * len(samples), strict=True):
         sampled = sample.sampled.numpy() != 0
@@ -288,7 +290,8 @@ def alone(documents: Sequence[Document]) -> list[Unit]:
 
 
 def shared_units(documents: Sequence[Document], items: np.ndarray, budget: int) -> list[Unit]:
-    """Units of documents with the same prompt. `items`: of each row of the batch."""
+    """Units of at most `budget` tokens. Documents that would save less than LEAST_SAVED stay separate. `items`: of each
+    row of the batch."""
     groups: dict[tuple[int, bytes, tuple[str, ...]], list[Document]] = defaultdict(list)
     for document in documents:
         prompt = document.columns[0][: document.prompt]
@@ -342,7 +345,7 @@ def _num_versions(sample: Sample) -> int:
 
 
 def pack(units: Sequence[Unit | Tree]) -> Microbatch:
-    """A microbatch of `units`, or a dummy."""
+    """A microbatch of `units`; of none, a dummy without trainable tokens."""
     if not units:
         return lay_out([np.zeros(2)], [np.zeros(2)], [np.zeros(2)], [np.full(2, -1)], [0])
     plain = [unit for unit in units if isinstance(unit, Unit)]
@@ -394,7 +397,8 @@ def first_fit(lengths: Sequence[int], budget: int) -> list[list[int]]:
 
 
 def balance(lengths: Sequence[int], costs: Sequence[float], budget: int, number: int) -> list[list[int]]:
-    """Bins of similar cost, costliest first; as `first_fit` where that exceeds the budget."""
+    """Indices of `lengths` in `number` bins of similar cost, the costliest first; the bins of `first_fit` where
+    balancing exceeds the budget."""
     bins: list[list[int]] = [[] for _ in range(number)]
     load, used = [0.0] * number, [0] * number
     for i in sorted(range(len(lengths)), key=lambda i: -costs[i]):

@@ -9,7 +9,7 @@ from torch.distributed.tensor import DTensor
 
 
 def all_gather_ragged(values: Tensor) -> list[Tensor]:
-    """`values` [n] of every rank, in order; n differs."""
+    """`values` [n] of every rank, in rank order; n differs by rank."""
     world = dist.get_world_size()
     lengths = [torch.zeros(1, dtype=torch.int64) for _ in range(world)]
     dist.all_gather(lengths, torch.tensor([len(values)]))

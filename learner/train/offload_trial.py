@@ -1,5 +1,5 @@
-"""Tries `learner.cpu_offload: optimizer` at the start: it must train two layers bit for bit as without, in one portion
-and in many. A collective."""
+"""Tries `learner.cpu_offload: optimizer` at the start, before a weight of the model is loaded. Two bfloat16 layers with
+offloading, in one portion and in many, must be trained bit for bit as fp32 layers without. A collective."""
 
 import gc
 import logging
@@ -23,13 +23,13 @@ log = logging.getLogger(__name__)
 WIDTH, FACTOR, TOKENS = 512, 4, 16
 STEPS, MICROBATCHES = 3, 2
 SMALL = 1 << 14
-"""Numbers in a small portion, 64 KiB."""
+"""Numbers in a small portion, 64 KiB: two layers lie in many of them."""
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
 KEY, REMEDY = "learner.cpu_offload: optimizer", "set it to true or false"
 
 
 def check_offload(learner: LearnerConfig, mesh: DeviceMesh, device: torch.device) -> None:
-    """Raise ConfigError on all ranks if a due trial fails."""
+    """Raise ConfigError, on all ranks alike, if the run offloads its optimizer and the trial fails."""
     if learner.cpu_offload == "optimizer" and device.type == "cuda":
         try_offload(mesh, device)
         gc.collect()

@@ -1,5 +1,5 @@
-"""AdamW with master weights and moments in host memory. A step updates portion after portion on the GPU by torch's
-fused kernel: the same numbers."""
+"""AdamW with master weights and moments in host memory (`learner.cpu_offload: optimizer`). A step updates portion after
+portion on the GPU by torch's own fused AdamW, so its numbers are those of a step without offloading."""
 
 from collections.abc import Callable
 from contextlib import nullcontext

@@ -1,5 +1,5 @@
-"""AdamW over the sharded master weights. All ranks have the same global norm, so all skip a step whose gradient is not
-finite."""
+"""AdamW over the sharded master weights; the learning rate depends only on the version. All ranks have the same global
+norm, so all skip a step whose gradient is not finite."""
 
 import math
 from collections.abc import Sequence
@@ -16,7 +16,7 @@ from learner.train.offloaded_adam import OffloadedAdamW
 
 OPTIONS = ("lr", "betas", "eps", "weight_decay")
 FLOOR = 0.1
-"""Share of the learning rate at which schedules end."""
+"""Share of the learning rate at which `linear` and `cosine` end."""
 
 
 class Optimizer:
@@ -65,7 +65,7 @@ class Optimizer:
         return {"lr": 0.0} | skipped | ({"gradient/norm": float(norm)} if finite else {})
 
     def discard(self) -> bool:
-        """Clear the gradients; returns whether their norm is finite."""
+        """Clear the gradients; returns whether their norm is finite, on all ranks alike."""
         return bool(self._cleared().isfinite())
 
     def _cleared(self) -> torch.Tensor:
@@ -75,12 +75,12 @@ class Optimizer:
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def restore_options(self) -> None:
-        """Take betas, eps and weight decay from the run file."""
+        """Take betas, eps and weight decay from the run file in place of the checkpoint's."""
         for group in self.adamw.param_groups:
             group.update({name: self.adamw.defaults[name] for name in ("betas", "eps", "weight_decay")})
 
     def _overflowed(self, parameters: Sequence[torch.nn.Parameter]) -> float:
-        """1 if every part is finite."""
+        """1 if every part of the gradient is finite on every rank."""
         parts = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
         (unfit,) = collectives.all_reduce_max(not all(bool(part.isfinite().all()) for part in parts))
         return float(not unfit)

@@ -1,4 +1,5 @@
-"""The images of a rank's part, decoded and packed for the tower. Digests show that the policy saw the same pixels."""
+"""The images of a rank's part of a batch, decoded as the servers did it and packed for the tower. Digests of pixels are
+compared: a policy must not be trained on another picture than it saw."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -35,7 +36,7 @@ NOTHING_SEEN: Seen = MappingProxyType({})
 
 
 class Piece(NamedTuple):
-    """The `part` of a sample of `length` tokens."""
+    """One piece of a row: the `part` of a sample of `length` tokens."""
 
     images: Sequence[SeenImage]
     length: int
@@ -108,7 +109,7 @@ def _compared(
 
 
 def _fits(sample: Sample, start: int, picture: Picture) -> bool:
-    """Whether exactly the picture's placeholders stand at `start`."""
+    """Whether exactly as many given placeholders stand at `start` as the picture takes."""
     own = (sample.tokens.numpy() == picture.format.image_token) & (sample.sampled.numpy() == 0)
     stop = start + picture.num_tokens
     more = stop < own.size and own[stop] and all(image.start != stop for image in sample.images)

@@ -1,4 +1,4 @@
-"""The experts that a server chose for each token (`rollout.routing_replay`)."""
+"""The routes of samples: the experts that a server chose for each token (`rollout.routing_replay`)."""
 
 from collections.abc import Sequence
 from typing import Any

@@ -1,4 +1,5 @@
-"""Counts optimizer steps that changed nothing, and ends a run that has only such steps."""
+"""Counts optimizer steps that changed nothing, logs their cause, and ends a run that has only such steps. All ranks
+have the same norm of the gradient, so they end together."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -33,7 +34,7 @@ class SkippedSteps:
     def note(
         self, version: int, rewards: tuple[float, float], metrics: Mapping[str, float], sums: Mapping[str, float]
     ) -> None:
-        """Note the step to `version`. `rewards`: smallest and largest."""
+        """Note the step to `version`. `rewards`: the batch's smallest and largest."""
         self._note(version, metrics, lambda: why_skipped(rewards, metrics, sums), lambda: why_zero(sums))
 
     def note_supervised(self, version: int, metrics: Mapping[str, float]) -> None:

@@ -44,14 +44,15 @@ PHASES = ("pack", "backward", "update")
 JUDGED = "a critic judges each token of a row for one sample"
 TOPPED = "teacher.top_k: most probable tokens are given for each sample's own tokens"
 TALLY = "moe"
-"""Key of the routers' tally: [layers, ...]."""
+"""Key, among a rank's sums, of the routers' tally: [layers, ...]."""
 Result = tuple[Tensor, dict[str, Tensor]]
-"""A microbatch's loss and its sums."""
+"""A microbatch's loss, ready for `backward`, and its sums."""
 
 
 class Algorithm:
-    """Loss, advantages and optimizer. `max_tokens`: the longest answer. `teachers`: weights by `data_source`; `top_k`:
-    they gave their most probable tokens."""
+    """Loss, advantages and optimizer. `reference`: the initial model, if the loss needs one. `max_tokens`: the longest
+    answer, for the soft overlong penalty and the default of `aggregation: constant`. `teachers`: weights by
+    `data_source`; `top_k`: they gave their most probable tokens."""
 
     def __init__(
         self,
@@ -114,7 +115,7 @@ class Algorithm:
         return metrics | {"flops": flops + totals.get("tower", 0.0), "tokens_computed": computed_tokens}
 
     def rehearse(self, policy: Policy, part: Part) -> bool:
-        """Whether the gradient of `part` is finite. Trains nothing."""
+        """Whether the gradient of `part` is finite, on all ranks alike. Trains nothing."""
         self.backward(policy, self.pack(policy, part))
         return self.optimizer.discard()
 
@@ -165,7 +166,7 @@ class Algorithm:
         context = loss_context(microbatch, shared)
         top = self._top(microbatch, context, shared[TEACHER_WEIGHTS]) if self.top_k else None
         loss, sums = self.forward(policy, microbatch, context, top)
-        (loss * dist.get_world_size()).backward()  # FSDP averages, but the loss is a sum
+        (loss * dist.get_world_size()).backward()  # FSDP averages over ranks, but the loss is a sum
         return sums if policy.mixture is None else sums | {TALLY: policy.mixture.tally.double()}
 
     def at_once(self, policy: Policy, microbatch: Microbatch, context: LossContext, top: TopTokens | None) -> Result:
@@ -175,7 +176,8 @@ class Algorithm:
         return loss + 0.0 * logprobs.sum(), sums  # a dummy's loss must depend on every parameter
 
     def by_chunk(self, policy: Policy, microbatch: Microbatch, context: LossContext, top: TopTokens | None) -> Result:
-        """A tokenwise loss, differentiated in the head's chunks; its sums, of many kernels, are computed once."""
+        """A tokenwise loss, differentiated in the head's chunks; its sums, which take many kernels, are computed once
+        for all tokens."""
         loss, scored = self.loss, context.select(microbatch.predicted)
 
         def chunk_loss(logprobs: Tensor, entropy: Tensor, chunk: slice | Tensor) -> Tensor:
@@ -199,8 +201,8 @@ class Algorithm:
         return TopTokens(ids, logprobs, weights * of_turns[microbatch.turn[scored]])
 
     def shared_context(self, batch: Batch, device: torch.device, counts: bool = True) -> dict[str, Any]:
-        """Fields of `LossInputs` of the whole batch: [samples]. `advantages` and TEACHER_WEIGHTS are of this rank's
-        turns, a critic's `advantages` of its tokens."""
+        """Fields of `LossInputs` that come from the whole batch: [samples]. `advantages` and TEACHER_WEIGHTS are of
+        this rank's turns or, by a critic, `advantages` of its tokens."""
         _, item, sampled, _ = _tensors(batch.rows)
         _, group = item.unique(return_inverse=True)
         group_tokens = torch.zeros(int(group.max()) + 1, dtype=torch.int64).index_add_(0, group, sampled)
@@ -265,7 +267,8 @@ def turn_rewards(batch: Batch, rewards: Tensor) -> Tensor:
 
 
 def discounted(batch: Batch, rewards: Tensor, discount: float, counts: bool = True) -> tuple[Tensor, Tensor]:
-    """Returns of this rank's turns, and first returns of all samples, float64. A collective."""
+    """Returns of this rank's turns, and the first return of each sample of the batch, float64. A collective: each rank
+    that `counts` contributes its samples."""
     turns = torch.from_numpy(batch.turns.rows)
     first = turns.diff(prepend=turns.new_tensor([-1])) != 0
     returns = turn_returns(turn_rewards(batch, rewards), turns, discount)

@@ -1,5 +1,5 @@
-"""Groups texts into trees (docs/design/learner.md): each text's row lacks the `joined` first tokens, which the text
-before it has."""
+"""Groups texts into trees, so that a prefix that several texts share is computed once (docs/design/learner.md). Each
+text's row lacks its `joined` first tokens, which the text before it has."""
 
 from collections.abc import Sequence
 

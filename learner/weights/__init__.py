@@ -1,4 +1,12 @@
 """The weights wire: how each new policy gets from the learner into running servers (docs/design/weights-wire.md).
 
-`sender/` is the learner's end, `receiver/` a server's. Imports neither vLLM nor the rest of the learner.
+    plan.py, rows.py       which tensor lies where in which bucket, and what of it each rank sends
+    buckets.py, slices.py  a copy of the weights, whole or of what one worker loads
+    channel.py             the process group of a broadcast
+    probe.py               the fixed tokens that both ends compare
+    protocol.py            the messages between the ends
+    sender/                the learner's end
+    receiver/              a server's end: `follow.py` in its front process, `staging.py` in each vLLM worker
+
+Imports neither vLLM nor the rest of the learner.
 """

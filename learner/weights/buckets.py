@@ -24,8 +24,8 @@ HALVES = 0x5851F42D4C957F2D, 0x2545F4914F6CDD1D
 
 
 class Allocation:
-    """Buckets in one allocation, zero at first; each begins at a row of the checksum. `places`: the rows that each
-    share has of its bucket."""
+    """Buckets of `sizes` bytes in one allocation, uint8, zero at first; each begins at a row of the checksum. `places`:
+    the rows of its bucket that each share has."""
 
     def __init__(
         self, sizes: Iterable[int], device: torch.device, places: Sequence[torch.Tensor] | None = None
@@ -57,8 +57,8 @@ class Allocation:
 
 
 class Buckets:
-    """The buckets of `plan`; a GPU queues all work. `rotating`: later buckets overwrite the first `turns`. `beside`: a
-    copy with the same frozen buckets. `scratch`: bytes of two buffers for shares."""
+    """The buckets of `plan`. On a GPU all work is queued. `rotating`: later buckets overwrite the first `turns`.
+    `beside`: another copy, which shares its frozen buckets. `scratch`: bytes of two buffers in which shares arrive."""
 
     def __init__(
         self,
@@ -93,8 +93,9 @@ class Buckets:
 
     @torch.no_grad()
     def fill(self, weights: Iterable[tuple[str, torch.Tensor]], without: Collection[str] = ()) -> None:
-        """Copy in all `weights` but `without`, in the plan's order, frozen ones anywhere. Raises ValueError only after
-        consuming all of them: gathering is collective."""
+        """Copy in all `weights` but those named `without`, in the plan's order; frozen ones may come between others.
+        Raises ValueError if they are not the plan's, but only after consuming all of them: gathering them is
+        collective."""
         problem, frozen = "", self.plan.frozen_names
         wanted = [slot for slot in self.plan.slots if slot.spec.name not in without]
         kinds = [iter([slot for slot in wanted if (slot.spec.name in frozen) == kind]) for kind in (False, True)]
@@ -123,8 +124,8 @@ class Buckets:
 
 
 def checksum(bucket: torch.Tensor) -> torch.Tensor:
-    """`[bytes] uint8 -> [] int64`: sums of all rows and columns of words, weighted by index, modulo 2^64. Exact in any
-    order of summation; swapped values change it."""
+    """`[bytes] uint8 -> [] int64`: sums of all rows and of all columns of words, each weighted by its index, modulo
+    2^64. Exact in any order of summation and on every device; swapped values change it."""
     rows, columns = bucket_sums(bucket, row_weights(len(bucket) // ROW + 1, bucket.device))
     return rows + _sum_of_columns(columns, _column_weights(bucket.device))
 
@@ -210,8 +211,8 @@ class PublishedPolicy:
 
 
 class DoubleBuffer:
-    """Two copies of the weights: one is filled while a broadcast may read the other. Where several ranks send, rank 0
-    chooses the copy for all."""
+    """The sender's two copies of the weights, shared by several threads: one is filled while a broadcast may read the
+    other. Where several ranks send, rank 0 chooses the copy for all."""
 
     def __init__(
         self, plan: Plan, device: torch.device, allocate: Callable[[Any], PublishedWeights] | None = None
@@ -265,7 +266,8 @@ class DoubleBuffer:
 
     @contextmanager
     def hold_version(self, version: int, timeout_s: float) -> Iterator[PublishedPolicy]:
-        """Wait for `version` and keep it. Raises LookupError if it does not come or is overwritten."""
+        """Wait for `version`, and keep it within the block. Raises LookupError if it does not come or was overwritten:
+        rows of another version would pass every checksum."""
         with self._changed:
             published = self._changed.wait_for(lambda: self._latest >= version, timeout_s)
             held = next((copy for copy in self._copies if copy.version == version), None)

@@ -1,7 +1,8 @@
 """The process group of a broadcast: a learner rank and all workers of some servers.
 
-Waits end after `timeout_s` with ChannelError; over NCCL `abort`, from another thread, ends them early. A new epoch
-follows a failure. Why kernels cannot deadlock: docs/design/weights-wire.md.
+`connect` and `broadcast` wait at most `timeout_s` and raise ChannelError; `abort`, from another thread, ends them early
+over NCCL. A channel that failed is useless: the next one has a new epoch. Why its kernels cannot deadlock with training
+and generation: docs/design/weights-wire.md.
 """
 
 import asyncio
@@ -22,14 +23,14 @@ import torch.distributed as dist
 T = TypeVar("T")
 c10d: Any = dist  # torch exports no types of these classes
 AHEAD = 3
-"""Broadcasts queued beyond the one waited for, on CPUs. GPUs queue all at once: calls from Python contend for the
-GIL."""
+"""Broadcasts queued beyond the one waited for, between CPUs. Between GPUs all are queued at once: calls from Python
+contend for the GIL."""
 NCCL_SETTINGS = {
     "TORCH_NCCL_BLOCKING_WAIT": "1",
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
 }
-"""Waits end with an error, and torch does not end the process."""
+"""A wait ends with an error at its timeout, and torch does not end the process."""
 
 
 class ChannelError(RuntimeError):
@@ -180,10 +181,11 @@ class WorkerChannels:
 
 
 def broadcast_in_turn(messages: Sequence[tuple[Channel, torch.Tensor]], ahead: int | None = None) -> Iterator[int]:
-    """Send (rank 0) or fill (other ranks) buckets, at most `ahead` beyond the one yielded.
+    """Send (rank 0) or fill (other ranks) the buckets in `messages`, each over its channel, at most `ahead` beyond the
+    one yielded.
 
-    Yields each complete bucket's index: complete for this thread's GPU stream, and at the end for everybody. With
-    `ahead` 1 two buffers are enough.
+    Yields the index of each complete bucket; on a GPU it is complete for what this thread's stream does next, and for
+    everybody at the end. The next step may fill its memory again: with `ahead` 1 two buffers are enough.
     """
     if not messages:  # a rank without rows, for which no worker waits
         return

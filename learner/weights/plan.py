@@ -1,5 +1,6 @@
-"""The plan of the weights wire: which tensor lies where in which bucket. Both ends compute it. Tensors keep their
-order, since vLLM loads layer by layer; frozen ones come first."""
+"""The plan of the weights wire: which tensor lies where in which bucket. Both ends compute it. Tensors are never split
+and keep their order, since vLLM loads layer by layer. Frozen ones come first: only a server that has none of this
+learner's weights gets them."""
 
 import hashlib
 from collections.abc import Collection, Iterable
@@ -14,7 +15,7 @@ ALIGN = 256
 """A multiple of dtype sizes, vector loads and the checksum's words."""
 LORA_A = ".lora_A.weight"
 LORA_B = ".lora_B.weight"
-"""Suffixes of an adapter's tensors."""
+"""Suffixes of the two tensors of a layer's adapter."""
 
 
 class Spec(NamedTuple):
@@ -36,8 +37,8 @@ class Slot(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """Slots in order, and the bytes of each bucket, of which the first `frozen` are never trained. Each of `ranks`
-    sends its rows of all but `replicated`."""
+    """All slots in order, and the bytes of each bucket. The first `frozen` buckets are never trained. Each of `ranks`
+    sends its own rows of every tensor that is not in `replicated` (`rows.py`)."""
 
     slots: tuple[Slot, ...]
     sizes: tuple[int, ...]
@@ -54,7 +55,7 @@ class Plan:
         ranks: int = 1,
         replicated: Collection[str] = (),
     ) -> "Plan":
-        """Lay `specs` out in buckets. Raises ValueError."""
+        """Lay `specs` out in buckets of at most `bucket_bytes`. Raises ValueError."""
         slots: list[Slot] = []
         sizes: list[int] = []
         seen: set[str] = set()

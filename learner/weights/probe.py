@@ -1,5 +1,5 @@
 """The probe: a fixed text on whose log-probabilities learner and server must agree. For a model that sees, a picture
-comes first."""
+comes first, which each end draws: a text alone would not show a wrong tower."""
 
 import random
 from collections.abc import Collection, Iterator, Sequence
@@ -23,7 +23,7 @@ ROUNDING = 2.0**-6
 correct weights differed by 0.06 and 0.11 nat."""
 CAPTION = "The left half of the picture is red, the right half is blue. "
 PICTURE = (4, 6)
-"""In tokens; more than one window of Qwen2.5-VL's tower."""
+"""Height and width in tokens; more than one window of Qwen2.5-VL's tower."""
 LEFT, RIGHT = (210, 45, 40), (40, 60, 205)
 
 
@@ -43,7 +43,8 @@ class ProbedPolicy(Protocol):
 
 
 class Prober:
-    """Decides when a probe is due, equally on every rank: its forward pass is collective."""
+    """Decides when a probe is due, equally on every rank, since its forward pass is collective: at the first version
+    published and at multiples of `weights.probe_every`."""
 
     def __init__(
         self, specs: Sequence[Spec], config: WeightsConfig, seed: int, probe: ShownProbe | Sequence[int] | None
@@ -80,8 +81,8 @@ def tolerance_of(config: WeightsConfig, logprobs: Sequence[float]) -> float:
 
 
 def tokens_of(tokenizer: Any, longest: int, text: str = TEXT, without: Collection[int] = ()) -> list[int]:
-    """`text` as at most `longest` tokens; random ones for a tokenizer that does not know it. Servers sample one
-    more."""
+    """`text` as at most `longest` tokens; random ones for a tokenizer that does not know it. A server samples one token
+    more, so `longest` is one less than what every server accepts."""
     tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)[:PROBE_TOKENS]
     if len(set(tokens)) < PROBE_TOKENS // 8:
         draw, known = random.Random(0), [token for token in range(len(tokenizer)) if token not in without]

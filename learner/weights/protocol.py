@@ -1,11 +1,12 @@
 """Messages and sockets of the weights wire. Learner rank 0 listens (ROUTER), each rollout server connects (DEALER).
 
     server:   Join -> ServerWelcome, and once its workers have allocated room: Join -> Joined
-    learner:  Offer -> Ready, then Go and the broadcast; Checksums -> Received; Probe -> Loaded; or Failed instead
+    learner:  Offer -> Ready, then Go and the broadcast; Checksums -> Received; Probe -> Loaded; or Failed instead of
+              any. Checksums and Probe are sent as soon as they are known
     learner:  Cancel: the round is off.   Rejoin: you are not a member
     server:   Hold, in place of Ready or between rounds; Release ends that
 
-Round numbers grow, also across restarts of the learner. A message about another round is only a heartbeat.
+Round numbers grow, also across restarts of the learner. A message about another round is stale: only a heartbeat.
 """
 
 from typing import Annotated
@@ -44,9 +45,11 @@ MAX_BYTES = 64 << 20
 FROM_SERVERS = {zmq.MAXMSGSIZE: 1 << 16, zmq.RCVHWM: 64, zmq.SNDHWM: 256}
 """Bounds the memory that a server takes from the learner."""
 
+# from a server
+
 
 class Join(Message):
-    """Admit this server. `session` and `version`: the weights it runs."""
+    """Admit this server. `session` and `version`: the weights it runs, which are not sent again."""
 
     name: Name
     protocol: Count
@@ -101,6 +104,9 @@ class Failed(Message):
 class Leave(Message): ...
 
 
+# from the learner
+
+
 class TensorSpec(Message):
     """One tensor of the plan. Example: `TensorSpec(name="model.norm.weight", shape=[64], dtype="bfloat16")`"""
 
@@ -114,6 +120,7 @@ class ServerWelcome(Message):
 
     tensors: Many[TensorSpec]
     frozen: Many[LongName] = Field(default_factory=list)
+    """Names of weights that are sent once."""
     bucket_bytes: Count
     ranks: Annotated[int, Field(ge=1, le=MOST_RANKS)] = 1
     replicated: Many[LongName] = Field(default_factory=list)
@@ -190,7 +197,7 @@ class Rejoin(Message):
 
 
 class JoinRefused(Message):
-    """Final: the server exits with `reason`."""
+    """Final: the server exits with `reason`, which is one line for people."""
 
     reason: Text
 
@@ -238,7 +245,7 @@ class RowsBegun(Message):
 
 
 class RowsSent(Message):
-    """`refused`: the rank does not hold the version."""
+    """From another rank. `refused`: it does not hold the version."""
 
     rank: Count
     number: Count
@@ -278,14 +285,14 @@ def pack(message: Message) -> bytes:
 
 
 def unpack(data: bytes, kinds: dict[str, type[Message]]) -> Message:
-    """Undo `pack`. Raises ValueError."""
+    """Undo `pack`. Raises ValueError for what is not a message of `kinds`."""
     return validate(open_map(data), kinds)
 
 
 def router(
     context: zmq.asyncio.Context, host: str, keys: ServerKeys
 ) -> tuple[zmq.asyncio.Socket, ThreadAuthenticator, str]:
-    """Bind the learner's socket to a free port of `host`."""
+    """Bind the learner's socket to a free port of `host`; returns socket, authenticator and address."""
     socket = context.socket(zmq.ROUTER)
     _limit(socket)
     for option, value in FROM_SERVERS.items():

@@ -1,7 +1,9 @@
 """Which bytes of each bucket a rank of the learner sends (docs/design/weights-wire.md).
 
-The ranks' sums add up to a bucket's checksum because a range has the same offset modulo `buckets.ROW` in share and
-bucket, no row of a share has bytes of two ranges, and the padding is zero.
+FSDP2 shards a tensor over its first dimension: of n ranks each has ceil(rows / n) rows, the last ones fewer or none. So
+a rank has one range of bytes of a tensor, and its ranges of a bucket are one message, its share. The ranks' sums add up
+to a bucket's checksum because a range has the same offset modulo `buckets.ROW` in share and bucket, no row of a share
+has bytes of two ranges, and the padding is zero at both ends.
 """
 
 from collections.abc import Collection, Iterable, Iterator
@@ -55,7 +57,7 @@ def rows_of(rows: int, ranks: int, rank: int) -> range:
 
 @lru_cache(4)
 def shares_of(plan: Plan) -> tuple[Share, ...]:
-    """All shares by bucket and rank. Only rank 0 has one of each bucket."""
+    """All shares by bucket and rank. Rank 0 has one of each bucket, other ranks only where they have rows."""
     found, sent = [], [0] * plan.ranks
     slots: list[list[Slot]] = [[] for _ in plan.sizes]
     for slot in plan.slots:
@@ -114,7 +116,8 @@ class RowPool:
 
     @torch.no_grad()
     def fill(self, weights: Iterable[tuple[str, torch.Tensor]], without: Collection[str] = ()) -> None:
-        """Copy in this rank's rows but `without`. Raises ValueError unless they are the plan's."""
+        """Copy in this rank's rows of all weights but those named `without`. Raises ValueError if they are not the
+        plan's."""
         wanted = {slot.spec.name: slot for slot in self.plan.slots if slot.spec.name not in without}
         views = {
             each.name: memory[each.offset : each.offset + each.size]
@@ -155,7 +158,7 @@ def _allocate(shares: list[Share], device: torch.device) -> Allocation | None:
 
 
 def scratch_bytes(plan: Plan) -> int:
-    """Bytes of a worker's buffer for shares; 0 for one rank."""
+    """Bytes of each buffer in which a worker receives shares; 0 where one rank sends."""
     return max(share.size for share in shares_of(plan)) if plan.ranks > 1 else 0
 
 

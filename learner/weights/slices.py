@@ -1,5 +1,5 @@
-"""A staging copy of the rows and columns that one worker loads. Buckets arrive whole; their regions are copied out
-before later buckets overwrite them."""
+"""A staging copy of the rows and columns that one worker loads. Buckets arrive whole, since a broadcast has the same
+bytes for all workers. Each is checksummed, and its regions are copied out, before later buckets overwrite it."""
 
 from collections.abc import Collection, Iterable, Iterator
 from itertools import accumulate
@@ -16,8 +16,8 @@ Copies = list[tuple[list[torch.Tensor], list[torch.Tensor]]]
 
 
 class Region(NamedTuple):
-    """A view of the tensor `name`, in elements. Half of the columns of an 8 x 4 matrix: `Region("w", 2, (8, 2), (4,
-    1))`."""
+    """A view of the tensor `name`, in elements. Half of the columns of an 8 x 4 matrix:
+    `Region("w", 2, (8, 2), (4, 1))`."""
 
     name: str
     offset: int
@@ -93,7 +93,7 @@ class SlicedCopy:
 
 
 def _turns(scratch: int) -> int:
-    """Shares arrive in buffers of their own."""
+    """One buffer is enough where shares arrive in buffers of their own."""
     return 1 if scratch else 2
 
 

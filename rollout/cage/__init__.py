@@ -21,10 +21,11 @@ GRACE_S = 4.0
 class CagedFunction:
     """A user's function, how a worker gets it, and its limits. None: no limit.
 
-    The worker calls `loader` (`module:function`) with `arguments`. `memory_gib` and `max_processes` include all that it
-    started. `prefix` and a field's name are the run file's key. Worker 0 prints to `{log}-0.log`. A worker runs one
-    call at a time; if the function's `about` says `async`, up to `concurrency`; with `episodes`, any number of `await
-    function(problem, generate)`. A worker or a cancelled call has `grace_s` to end by itself.
+    The worker calls `loader` (`module:function`) with `arguments`. `memory_gib` and `max_processes` are of the worker
+    with all that it started. `prefix` and a field's name are the run file's key. Worker 0 prints to `{log}-0.log`. A
+    worker runs one call at a time; if the function's attribute `about` says `async`, up to `concurrency`; with
+    `episodes`, any number of `await function(problem, generate)`. A worker or a cancelled call has `grace_s` to end by
+    itself.
     """
 
     name: str
@@ -42,13 +43,13 @@ class CagedFunction:
     grace_s: float = GRACE_S
     cancel_again_s: float = 1.0
     concealed: Mapping[str, str] = field(default_factory=concealed, repr=False)
-    """Credentials, and what replaces them in the log."""
+    """Credentials of the run, and what replaces them in the log."""
 
 
 class CagedError(EpisodeError):
-    """A call has no result; the text is one line.
+    """A call of a user's function has no result; the text says why, in one line.
 
-    `origin`: an exception's type, or `died`, `timed_out`, `out_of_memory`, `unloadable`, `unanswerable` (the result
+    `origin`: an exception's type, or `died`, `timed_out`, `out_of_memory`, `unloadable`, or `unanswerable` (the result
     cannot travel).
     """
 
@@ -62,4 +63,4 @@ class CagedError(EpisodeError):
 
 
 class Unloadable(CagedError, ValueError):
-    """The function cannot be loaded."""
+    """The function cannot be loaded at the start: bad input."""

@@ -18,6 +18,7 @@ from rollout.errors import ChatRefused
 log = logging.getLogger(__name__)
 Generate = Callable[..., Awaitable[Any]]
 ATTEMPTS = 3
+"""Workers that may end before a call starts."""
 MAX_BACKOFF_S = 30.0
 
 
@@ -74,8 +75,9 @@ class CallOnServer:
 class Cage:
     """An async context manager over worker processes.
 
-    Entering raises Unloadable. A call's time counts from its start on a worker. A worker that ends is replaced: only
-    the call whose code ran fails, and the others are returned; if that call is unknown, all fail.
+    Entering raises Unloadable if the function cannot be loaded. The time limit of a call counts from its start on a
+    worker. A worker that ends is replaced: only the call whose code ran fails, and the others are returned; if that
+    call is unknown, all fail.
     """
 
     def __init__(self, function: CagedFunction, workers: int = 1) -> None:

@@ -6,9 +6,9 @@ from typing import Any
 import msgpack
 
 MAX_BYTES = 32 * 2**20
-"""500,000 tokens take about 12 MiB."""
+"""A trajectory of 500,000 tokens takes about 12 MiB."""
 BAD_BYTES = (ValueError, TypeError, OverflowError, msgpack.UnpackException)
-"""For bytes that are no message: users' code may write to the socket."""
+"""Raised for bytes that are no message: users' code may write to the socket."""
 
 
 def encode(message: Any) -> bytes:

@@ -45,7 +45,8 @@ def state_and_parent(pid: int) -> tuple[str, int]:
 
 @contextmanager
 def stopped(root: int) -> Iterator[list[int]]:
-    """Stop the processes below `root`, repeating until none is new. Descriptors guard against reused numbers."""
+    """Stop the processes below `root` for the block, until a look finds no new one. Descriptors hold them, so that a
+    later process with the same number is never meant."""
     held: dict[int, int] = {}
     ours: list[int] = []
     until, found = time.monotonic() + STOP_S, below(root, children_of_all())
@@ -71,7 +72,7 @@ def stopped(root: int) -> Iterator[list[int]]:
 
 
 def anonymous_bytes(pid: int) -> int:
-    """Return memory without files; 0 for an ended process."""
+    """Return the memory that no file backs; 0 for an ended process."""
     with suppress(OSError, IndexError), open(f"/proc/{pid}/statm", "rb") as statm:
         numbers = statm.read().split()
         return (int(numbers[1]) - int(numbers[2])) * mmap.PAGESIZE

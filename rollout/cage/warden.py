@@ -75,7 +75,7 @@ class Warden:
         self._measure_at = self._scan_at = self._stop_at = 0.0
         self._begun = b""
         self._processes: dict[int, list[int]] = {}
-        """All under 0, or those of an episode apart under its guard."""
+        """All processes under 0, or those of an episode apart under its guard."""
         self._settled: set[int] = set()
 
     @property

@@ -94,6 +94,7 @@ def failure_message(name: str, number: int, error: BaseException) -> bytes:
 
 
 def attribute(error: BaseException, name: str) -> object:
+    """None where a user's own class computes it and raises."""
     try:
         return getattr(error, name, None)
     except Exception:

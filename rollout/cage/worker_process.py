@@ -15,6 +15,7 @@ from rollout.cage import CagedFunction
 from rollout.cage.frames import BAD_BYTES, encode, unpacker
 
 KILL_S = 10.0
+"""Time that the warden has to kill its worker."""
 OUTPUT_S = 2.0
 START = f"""import sys
 sys.path[:] = sys.argv[4:]
@@ -43,10 +44,11 @@ class WorkerProcess:
     def __init__(self, function: CagedFunction) -> None:
         self.function = function
         self.about: dict[str, Any] | None = None
+        """The loaded function's attribute; None until it is loaded."""
         self.calls: dict[int, Any] = {}
         self.sent = 0
         self.ahead = 1
-        """Calls that may be sent ahead."""
+        """Calls that may be sent at once, to run one after another."""
         self.spoilt = False
         self.stopping = False
         self.end: asyncio.Future[WorkerEnd] = asyncio.get_running_loop().create_future()
@@ -91,7 +93,7 @@ class WorkerProcess:
         return self.function.max_calls is not None and self.sent >= self.function.max_calls
 
     def send(self, message: Any) -> None:
-        """Lost if the worker has ended."""
+        """A message for a worker that has ended is lost."""
         frame = message if isinstance(message, bytes) else encode(message)
         if not self.stopping and not self._writer.is_closing():
             self._writer.write(frame)
@@ -161,7 +163,7 @@ class WorkerProcess:
         for asked in self._asked:
             if not asked.done():
                 asked.set_result(end.output)
-        # Its last messages are still to be read.
+        # The worker's last messages are still to be read.
         asyncio.get_running_loop().call_later(self.function.grace_s, self._writer.transport.abort)
 
     async def ended(self) -> WorkerEnd:

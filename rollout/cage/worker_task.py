@@ -1,4 +1,5 @@
-"""In a worker: loads a user's task. NumPy and pydantic, which import slowly, are only for (problem, generate)."""
+"""In a worker: loads a user's task. Only a task of (problem, generate) needs NumPy and pydantic, which import
+slowly."""
 
 import os
 from collections.abc import Awaitable, Callable
@@ -21,7 +22,7 @@ def load_conversation(task: Callable[..., Awaitable[Any]]) -> Plain:
 
 
 def load(name: str, model: dict[str, Any], data: dict[str, Any], memory: str) -> Plain:
-    """Raises ValueError."""
+    """In a worker: return the task `name` as a function of plain values. Raises ValueError."""
     before = open_files()
     task = load_task(name)
     how = convention(name, task)

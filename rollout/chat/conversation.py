@@ -24,9 +24,9 @@ class RecordedTurn:
     answered: bytes
     cut: bool = False
     withdrawn: bool = False
-    """The client never got it."""
+    """The client never got it: it is not trained on."""
     length: int = field(init=False)
-    """Tokens from root to end."""
+    """Tokens from the root to the end of this turn."""
 
     def __post_init__(self) -> None:
         before = self.parent.length if self.parent else 0
@@ -51,6 +51,7 @@ class Conversation:
 
     @property
     def turns(self) -> list[RecordedTurn]:
+        """Turns that are not withdrawn, in order of their ends."""
         return [turn for turn in self._turns if not turn.withdrawn]
 
     def held(self, prefixes: Sequence[bytes]) -> tuple[RecordedTurn | None, int]:
@@ -110,7 +111,7 @@ class Conversation:
         return list(dict.fromkeys(turn for path in self.segments() for turn in path if not turn.withdrawn))
 
     def trajectory(self) -> Trajectory:
-        """Train each sampled token exactly once."""
+        """All segments; each sampled token is trained exactly once."""
         made, trained = Trajectory([]), set[RecordedTurn]()
         for number, path in enumerate(self.segments()):
             if number:

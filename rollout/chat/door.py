@@ -112,13 +112,13 @@ class Door:
 
 
 class ChatServer:
-    """Listens while entered. Entering raises ValueError."""
+    """An async context manager around the listening socket. Entering raises ValueError."""
 
     def __init__(self, config: "ChatConfig", temperature: float) -> None:
         self.config, self.ignored = config, Ignored(temperature)
         self._doors: dict[str, Door] = {}
         self._owners: dict[asyncio.Transport, Door] = {}
-        """Owners of last requests: clients may share a connection."""
+        """Whose request each connection carried last: a client may use one for several episodes."""
         self._clock = AwakeClock()
         known = [name_of(config.public_url)] if config.public_url else []
         app = web.Application(client_max_size=MAX_BODY_MIB * 2**20, middlewares=[only_for(config.host, known)])

@@ -1,7 +1,7 @@
 """Messages of a chat, brought into one form and compared.
 
-`content` becomes a text and `arguments` a mapping, as chat templates want them. Reasoning is not compared: most clients
-drop it.
+`content` becomes a text and `arguments` a mapping, as chat templates want them. Messages are compared in that form,
+since clients may repeat them in another. Reasoning is not compared: most clients drop it.
 """
 
 import hashlib
@@ -88,7 +88,7 @@ def _call(place: str, call: Any) -> dict[str, Any]:
 
 
 def parsed_arguments(arguments: Any) -> Any:
-    """A text that is no JSON mapping stays."""
+    """Arguments as a mapping; a text that is no JSON mapping stays as it is."""
     if not isinstance(arguments, str):
         return {} if arguments is None else arguments
     try:

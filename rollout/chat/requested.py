@@ -16,14 +16,14 @@ from rollout.errors import ChatRefused
 
 log = logging.getLogger(__name__)
 MODEL = "policy"
-"""Other names mean it too."""
+"""The one model; other names mean it too."""
 REFUSED = (
     *("response_format", "logit_bias", "stop", "functions", "function_call", "structured_outputs"),
     *("guided_json", "guided_regex", "guided_choice", "guided_grammar"),
 )
-"""These would mask or cut what is sampled."""
+"""Keys that would mask or cut what is sampled."""
 SAMPLING = {"top_p": 1, "top_k": -1, "min_p": 0, "frequency_penalty": 0, "presence_penalty": 0, "repetition_penalty": 1}
-"""Values that change nothing."""
+"""Settings with the values that change nothing."""
 NEVER = ("seed", "logprobs", "top_logprobs", "parallel_tool_calls")
 
 
@@ -42,7 +42,7 @@ class Requested:
 
     @classmethod
     def of(cls, body: Any) -> "Requested":
-        """Raises ChatRefused."""
+        """Raises ChatRefused with the key's name."""
         if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
             raise refused("messages", "a list of messages is needed")
         if (body.get("n") or 1) != 1:

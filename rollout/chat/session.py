@@ -13,6 +13,7 @@ from rollout.errors import ChatRefused, EngineDead, EpisodeError
 from rollout.tasks.trajectory import Generate, Problem, Recorded
 
 CALLS_PER_TURN = 4
+"""Calls that an episode may begin for each answer."""
 Answered = tuple[RecordedTurn, dict[str, Any], int]
 """Turn, message, number of malformed tool calls."""
 
@@ -44,7 +45,7 @@ class AnswerParser(Protocol):
     """Reads sampled tokens in the template's thread."""
 
     def check(self, tools: Tools) -> None:
-        """Raises ChatRefused for unusable tools."""
+        """Raises ChatRefused for tools that `message` cannot take."""
 
     def message(self, tokens: list[int], tools: Tools) -> tuple[dict[str, Any], int]:
         """Return the message, without its end token, and the number of malformed tool calls."""
@@ -69,12 +70,12 @@ class Session:
         self._generate, self._template, self._parser, self._limits = generate, template, parser, limits
         self._conversation, self._began = Conversation(), time.monotonic()
         self._calls: dict[asyncio.Task[Answered], tuple[RecordedTurn | None, int]] = {}
-        """The turn that each call continues, and its most tokens."""
+        """The turn that each call continues, and the tokens that it may add."""
         self._bad_calls = self._begun = 0
         self._closed, self._limit = False, ""
         self.truncated = False
         self.error: EpisodeError | EngineDead | None = None
-        """Fails the episode, whatever it returns."""
+        """A failure of the infrastructure, which fails the episode, whatever it returns."""
 
     async def chat(
         self, messages: Any, tools: Any = None, *, max_tokens: int | None = None, repeated: bool = False
@@ -82,7 +83,7 @@ class Session:
         """Sample the answer to `messages`.
 
         `repeated`: the client lost the earlier answer, which is not trained on. Raises ChatRefused for malformed
-        messages and used-up limits; EpisodeError, EngineDead.
+        messages and used-up limits; EpisodeError, EngineDead for failures of the infrastructure.
         """
         self._check_open()
         self._begun += 1

@@ -1,6 +1,7 @@
 """From messages to tokens by the run's chat template, and from a held answer to the next prompt.
 
-Held tokens are never encoded again. Tokenizers are not re-entrant: `aside` runs in one thread with its own.
+Held tokens are never encoded again. Tokenizers are not re-entrant: `aside` runs in one thread with a tokenizer of its
+own.
 """
 
 import asyncio
@@ -22,9 +23,9 @@ Tools = list[Any] | None
 
 
 class ChatTemplate:
-    """The run's chat template. Methods raise ChatRefused.
+    """The run's chat template. Methods raise ChatRefused for messages that the template refuses.
 
-    `keep`: go on after an answer even if the template would rewrite earlier text.
+    `keep`: go on after an answer even if the template would rewrite what is before it.
     """
 
     def __init__(self, prompts: Prompts, keep: bool = False, kwargs: Mapping[str, Any] | None = None) -> None:

@@ -1,4 +1,5 @@
-"""What a rollout server hands to vLLM. Imports neither vLLM nor torch, so `problems` costs milliseconds."""
+"""What a rollout server hands to vLLM: the run file's keys, our defaults, and `rollout.engine` as it is. Imports
+neither vLLM nor torch, so that `problems` costs milliseconds."""
 
 import difflib
 from collections.abc import Iterator, Mapping
@@ -19,26 +20,28 @@ from rollout.templates.parsers import AUTO
 
 CPU_STEP_TOKENS = 2048
 HEAD = {"head_dtype": "float32"}
-"""vLLM would round logits to model.dtype: noise in all of the learner's ratios."""
+"""vLLM would round logits to model.dtype, and the learner's ratios would see that noise at every token."""
 MIN_STEP_TOKENS, MAX_GRAPH_TOKENS = 1024, 2048
-"""A GPU's step has room for twice as many tokens as sequences, and is a CUDA graph: 26,800 tokens/s instead of 15,000
-with vLLM's defaults (benchmarks/LOG.md). A whole group fits once a place is free, so that ends do not let single
-prompts into steps without a graph."""
+"""A GPU's step has room for twice as many tokens as sequences, and is a CUDA graph: 26,800 tokens/s of a 1.5B model on
+an H200, 15,000 with vLLM's own 128 sequences and 2,048 tokens (benchmarks/LOG.md). A whole group fits once a place is
+free: else each end would let one prompt into a step without a graph."""
 GRAPH_KEYS = {"compilation_config", "cudagraph_capture_sizes"}
+"""vLLM takes one of them only."""
 LINEAR_LAYERS = (
     *("q_proj", "k_proj", "v_proj", "qkv_proj", "o_proj"),
     *("gate_proj", "up_proj", "gate_up_proj", "down_proj"),
 )
-"""For `model.lora.targets: all`."""
+"""Layers that vLLM adapts for `model.lora.targets: all`."""
 PARTS = {"qkv_proj": "q_proj", "gate_up_proj": "up_proj"}
 """A part of each layer that vLLM joins."""
 ADAPTER_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Values of vLLM's `max_lora_rank`; adapters of a lower rank are padded."""
 USUAL_PROMPT = 128
-"""Prompt tokens when missing graphs were measured."""
+"""Tokens of the prompts with which the price of missing graphs was measured."""
 UNEQUAL_ON_CPU = ("lfm2", "lfm2_moe")
-"""vLLM 0.32 on a CPU is 0.01 nat off for them, for an unknown reason."""
+"""Small float32 copies of these are 0.01 nat off in vLLM 0.32 on a CPU, for an unknown reason."""
 IMAGES_PER_STEP = 4
-"""Images of the largest size."""
+"""Images of the largest size that fit into a step of a GPU."""
 PARSERS = {
     "tool_parser": ("tool_parsers", "_TOOL_PARSERS_TO_REGISTER"),
     "reasoning_parser": ("reasoning", "_REASONING_PARSERS_TO_REGISTER"),
@@ -54,7 +57,7 @@ CPU_ENVIRONMENT = {
 
 
 def problems(engine: Mapping[str, Any], config: Config) -> list[str]:
-    """List unknown keys, and steps that are too small."""
+    """A line for each key that the installed vLLM has no field for, and for steps that are too small."""
     lines = unknown_fields(engine, "rollout")
     tokens, most = engine.get("max_num_batched_tokens"), max_sequences(config, config.rollout.device != "cuda")
     if isinstance(tokens, int) and tokens < most:
@@ -80,7 +83,7 @@ def unknown_fields(engine: Mapping[str, Any], section: str) -> list[str]:
 
 
 def unknown_parsers(config: Config) -> Iterator[str]:
-    """Yield parsers that the installed vLLM lacks; none without vLLM."""
+    """Yield a line for each parser that the installed vLLM lacks; none without vLLM."""
     for key in PARSERS:
         if (name := getattr(config.rollout.chat, key)) not in (None, AUTO):
             yield from unknown_parser(key, name)
@@ -95,7 +98,8 @@ def unknown_parser(key: str, name: str) -> Iterator[str]:
 
 
 def unserved_shapes(config: Config, cpu: bool) -> Iterator[str]:
-    """Yield what vLLM's CPU kernels lack: a server would fail or compute something else."""
+    """Yield a line for each thing of the model that vLLM's CPU kernels lack: a server would fail or silently compute
+    something else."""
     facts = facts_of(config.model)
     if cpu and facts.mutual:
         problem = "vLLM on a CPU has no token of an image see those after it, as this model does"
@@ -114,8 +118,8 @@ def unserved_shapes(config: Config, cpu: bool) -> Iterator[str]:
 
 
 def cliffs(config: Config) -> Iterator[str]:
-    """Yield settings that make a GPU several times slower, with the price on an H200 (1.5B model, before
-    `plain_steps.py`)."""
+    """Yield a line for each setting that makes a GPU several times slower, with its remedy and its price: of a 1.5B
+    model on an H200, measured before `plain_steps.py`."""
     given = config.rollout.engine
     if config.rollout.device == "cpu" or not all(isinstance(given.get(key, 1), int) for key in SIZES):
         return
@@ -151,6 +155,7 @@ def cliffs(config: Config) -> Iterator[str]:
 
 
 def largest_graph(arguments: Mapping[str, Any]) -> int:
+    """Tokens of the largest step that vLLM captures as a CUDA graph."""
     inside = arguments.get("compilation_config")
     said = {**arguments, **(inside if isinstance(inside, Mapping) else {})}
     size = said.get("max_cudagraph_capture_size") or min(2 * arguments["max_num_seqs"], 512)
@@ -158,7 +163,7 @@ def largest_graph(arguments: Mapping[str, Any]) -> int:
 
 
 def on_cpu(config: Config) -> bool:
-    """Raises ConfigError if no GPU will do."""
+    """Whether this server runs on the CPU. Raises ConfigError if no GPU will do."""
     import torch
 
     if config.rollout.device == "cuda" and not torch.cuda.is_available():
@@ -196,7 +201,7 @@ def engine_arguments(config: Config, seed: int, cpu: bool, form: ImageFormat | N
     defaults: dict[str, Any] = {
         "load_format": "dummy",  # weights come from the learner
         "max_model_len": longest_sample(config),
-        "generation_config": "vllm",
+        "generation_config": "vllm",  # the run file decides how to sample
         "enable_prefix_caching": True,
         "max_logprobs": 1,
     }
@@ -232,6 +237,7 @@ def text_arguments() -> dict[str, Any]:
 
 
 def longest_sample(config: Config) -> int:
+    """Tokens of the longest sample that is trained on or evaluated."""
     answers = [each.max_tokens or 0 for each in config.data.eval.values()]
     return max([max_sample_tokens(config), *(config.data.max_prompt_tokens + answer for answer in answers)])
 
@@ -265,12 +271,12 @@ def image_arguments(config: Config, form: ImageFormat) -> dict[str, Any]:
     arguments = {
         "skip_tokenizer_init": False,  # vLLM does not start such a model without it
         "limit_mm_per_prompt": {"image": config.data.max_images, "video": 0},
-        # vLLM sizes its largest batch by them
+        # vLLM finds its largest batch by images of this size
         "mm_processor_kwargs": sizes,
         "mm_processor_cache_gb": 0,  # our image names change with the weights
         "mm_device_do_normalize": False,  # `dummy` weights would leave its constants random
     }
     known = set(vllm_fields())
-    # a split image would not see its rest
+    # an image of which one step computes a part would not see the rest
     whole = {"disable_chunked_mm_input": True} if form.mutual else {}
     return {field: value for field, value in arguments.items() if field in known} | whole

@@ -43,7 +43,8 @@ GPU_FILES = ("/dev/nvidiactl", "/dev/kfd", "/dev/dxg")
 
 
 class EarlyProcess:
-    """Becomes the first engine process that vLLM starts inside `given_to_vllm`."""
+    """Becomes the first engine process that vLLM starts inside `given_to_vllm`. `close` ends an unused one. `cpu`:
+    whether the server will run on the CPU. `target`: name of the function that vLLM's process runs."""
 
     def __init__(self, cpu: bool, target: str = ENGINE_TARGET, modules: Sequence[str] = ENGINE_MODULES) -> None:
         self.cpu, self._target, self._taken = cpu, target, False
@@ -88,6 +89,7 @@ class EarlyProcess:
             self.close()
 
     def close(self) -> None:
+        """End the process, unless it is vLLM's."""
         if not self._taken:
             self._taken = True
             self.child.kill()
@@ -102,7 +104,7 @@ class EarlyProcess:
 
 
 def expects_cpu(device: str, given: Mapping[str, str] = os.environ) -> bool:
-    """Decide without torch, whose import takes seconds."""
+    """Whether a server will run on the CPU, decided without torch, whose import takes seconds."""
     if device != "auto":
         return device == "cpu"
     hidden = given.get("CUDA_VISIBLE_DEVICES", "0") in ("", "-1")
@@ -175,7 +177,7 @@ def wait_for_task(file: int, modules: Sequence[str]) -> NoReturn:
 
 
 def import_all(modules: Sequence[str]) -> None:
-    """Failures are only logged: vLLM's own import reports them."""
+    """Import `modules`. Failures are only logged: vLLM imports the module again and reports the error."""
     with without_collections():
         for name in modules:
             try:
@@ -206,4 +208,4 @@ def take_environment(given: Mapping[str, str], before: Mapping[str, str]) -> Non
     if given.get(THREADS, threads) != threads:  # OpenMP has read the variable
         import torch
 
-        torch.set_num_threads(int(given[THREADS].split(",")[0]))
+        torch.set_num_threads(int(given[THREADS].split(",")[0]))  # one number for each level of nesting

@@ -9,12 +9,13 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from configs.http_limits import most_connections
 
 HEAD_S = 10.0
-"""From the connection's start or the head's first byte."""
+"""Time for a request's head, from the connection's start or the head's first byte."""
 MOST_CONNECTIONS = 4096
 
 
 class LimitedConnection(H11Protocol):
     _late: asyncio.TimerHandle | None = None
+    """Closes the connection unless a head is there before."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)

@@ -1,4 +1,4 @@
-"""Images for vLLM's engine, with expanded tokens.
+"""Images for vLLM's engine, beside tokens that are already as long as they will be.
 
 vLLM's processor would expand sampled placeholders too, and would see other pixels than the learner.
 """
@@ -22,7 +22,8 @@ from rollout.tasks.trajectory import PlacedImage
 
 
 def image_input(tokens: list[int], images: Sequence[PlacedImage], salt: str, names_salt: str, dtype: Any) -> Any:
-    """`salt` is the prefix cache's; `names_salt` differs if other weights see the images."""
+    """`salt` is the prefix cache's. `names_salt` is in the names of images, because other weights see an image
+    otherwise."""
     items = MultiModalKwargsItems({"image": [item(image.picture, dtype) for image in images]})
     names = {"image": [f"{image.picture.digest}-{names_salt}" for image in images]}
     ranges = {"image": [PlaceholderRange(offset=each.start, length=each.picture.num_tokens) for each in images]}
@@ -31,7 +32,8 @@ def image_input(tokens: list[int], images: Sequence[PlacedImage], salt: str, nam
 
 @lru_cache(maxsize=16)
 def item(picture: Picture, dtype: Any) -> MultiModalKwargsItem:
-    """Kept for further turns. NumPy takes bfloat16 as bits; a cast by torch takes twice the processor time."""
+    """The picture as the tower takes it, kept for further turns. NumPy takes bfloat16 as bits; a cast by torch takes
+    twice the processor time."""
     square = picture.format.side is not None
     name, given = ("num_patches", [1]) if square else ("image_grid_thw", [picture.grid])
     sizes = torch.tensor(given)  # vLLM calls a square image a patch

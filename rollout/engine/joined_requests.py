@@ -51,7 +51,7 @@ class JoinedRequests:
         self._handler.add_done_callback(lambda _: self._fail([*self._waiting], EngineDeadError()))
 
     async def end(self, key: object, make: Make) -> EngineCoreOutput:
-        """Return the last output, with all that was sampled. Requests with equal `key` are joined.
+        """Return the last output of a request, with all that was sampled. Requests with equal `key` are joined.
 
         Cancelling aborts the request. Raises vLLM's errors, EngineError if vLLM ended the request, EngineDeadError.
         """
@@ -78,7 +78,7 @@ class JoinedRequests:
             try:
                 if names:
                     await self._core.add_request_async(self._request(names, *bundle.make()))
-            except Exception as error:
+            except Exception as error:  # its callers get it
                 self._fail(names, error)
 
     def _request(self, names: Sequence[str], given: Any, parameters: SamplingParams) -> EngineCoreRequest:

@@ -1,8 +1,8 @@
 """Loads a policy into vLLM's model: from the staging copy, bucket by bucket, or from files.
 
-The worker calls this between two steps; `stream` runs in the staging's thread while the engine is paused. Loads are
-queued on the steps' stream, so nothing waits for the GPU. vLLM's reload keeps layers that get nothing; a partly loaded
-layer becomes garbage.
+The worker calls this between two engine steps; `stream` runs in the staging's thread while the engine is paused. Loads
+are queued on the steps' stream, so nothing waits for the GPU. vLLM's reload leaves whole layers as they are; a layer of
+which only a part comes becomes garbage.
 """
 
 import logging
@@ -35,7 +35,7 @@ from rollout.engine.region_copies import RegionCopies
 RELOADING = logging.getLogger(RELOAD_LOGGER)
 RELOADING.setLevel(logging.ERROR)  # it warns at each update; see `check_complete`
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
-"""A GPU keeps their weights as in the file."""
+"""Layers whose weights a GPU keeps as they are in the file."""
 PLAIN_TOWERS = ("qwen2_5_vl",)
 """Vision models that are kept so (`benchmarks/vision/loading.py`)."""
 ATTENTION_SCALES = (".q_scale", ".k_scale", ".v_scale", ".prob_scale")
@@ -62,7 +62,7 @@ class ModelLoad:
         self._regions.load(staged)
 
     def load_staged(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Raises ValueError if weights are missing."""
+        """Load views of the staging copy. Raises ValueError if weights are missing."""
         self._load(weights, self.frozen, recorded=self.plainly)
 
     def forget_staged(self) -> None:
@@ -76,12 +76,12 @@ class ModelLoad:
         self._load(weights, ())
 
     def stream(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Load buckets that later ones overwrite. Raises ChannelError if another round can help."""
+        """Load buckets that later ones overwrite. Raises ChannelError for an end that another round can repair."""
         if self.plainly:
             self._load(weights, self.frozen)
             return
         try:
-            # vLLM keeps them until a layer is complete
+            # cloned, because vLLM keeps them until a layer is complete
             self._load(((name, tensor.clone()) for name, tensor in weights), self.frozen)
         except ChannelError as error:
             raise RuntimeError(f"vLLM's layers are half rebuilt, so this server has to restart: {error}") from error
@@ -109,7 +109,7 @@ class ModelLoad:
     def _load_kinds(
         self, weights: Iterator[tuple[str, torch.Tensor]], frozen: Collection[str], recorded: bool
     ) -> tuple[object, set[str]]:
-        """Load frozen weights first. Raises ValueError if one layer has both kinds."""
+        """Load frozen weights, if they come, and then the others. Raises ValueError if one layer has both kinds."""
         loaded, held = None, self._held if frozen else set[str]()
         for is_frozen, kind in groupby(weights, lambda weight: weight[0] in frozen):
             if is_frozen:
@@ -143,7 +143,7 @@ def loads_plainly(model: torch.nn.Module, vllm_config: Any, device: torch.device
 
 
 def name_loaders(model: torch.nn.Module) -> None:
-    """vLLM's reload needs names; loaders of MiniMax-M2's norms are partials."""
+    """vLLM's reload reads the name of each loader; those of MiniMax-M2's norms are partials, without a name."""
     for parameter in model.parameters():
         loader = getattr(parameter, "weight_loader", None)
         if isinstance(loader, partial):
@@ -159,7 +159,7 @@ def repack_head(model: torch.nn.Module) -> None:
 
 
 def names(model: torch.nn.Module) -> set[str]:
-    """A policy has to bring these; FP8's attention scales stay at 1."""
+    """Weights that a policy has to bring; FP8's attention scales stay at 1."""
     return {name for name, _ in model.named_parameters() if not name.endswith(ATTENTION_SCALES)}
 
 
@@ -182,7 +182,7 @@ def check_complete(expected: set[str], loaded: object, parts: set[str], model_co
 
 
 def files_in(folder: Path) -> list[Path]:
-    """Raises FileNotFoundError."""
+    """Raises FileNotFoundError if there are none, before anything is loaded."""
     files = sorted(folder.glob("*.safetensors"))
     if not files:
         raise FileNotFoundError(f"{folder}: no .safetensors file in it")

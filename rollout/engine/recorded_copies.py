@@ -1,4 +1,5 @@
-"""Repeats the copies of vLLM's first load for later policies in the same staging copy (docs/design/engine.md)."""
+"""Loads policies from a staging copy by the copies that vLLM's first load made (docs/design/engine.md). If these copies
+are the whole load, later policies repeat them on the current stream."""
 
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -13,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 
 log = logging.getLogger(__name__)
 Pairs = tuple[list[torch.Tensor], list[torch.Tensor]]
-"""Targets and sources."""
+"""Targets in the parameters, and their sources."""
 FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default)
 """Zeros of a vocabulary's padding or an adapter's slot, which stay once written."""
 
@@ -23,7 +24,7 @@ class Recording:
     """Copies from one staging copy into parameters at `addresses`."""
 
     source: torch.Tensor
-    """Keeps its address from being used again."""
+    """Keeps the staging copy in memory, so that nothing else comes to lie at its address."""
     addresses: list[int]
     groups: list[Pairs]
     problem: str
@@ -41,9 +42,9 @@ class RecordedCopies:
 
     @torch.no_grad()
     def load(self, weights: Iterator[tuple[str, torch.Tensor]], held: Collection[str] = ()) -> object:
-        """Load views of one staging copy, which fill all parameters but `held`.
+        """Load views of one staging copy, which fill all parameters but those named `held`.
 
-        Return what `load_weights` returned, or None. Records again if anything has moved.
+        Return what `load_weights` returned, or None if it was not needed. Records again if anything has moved.
         """
         first = next(weights)
         weights = chain([first], weights)

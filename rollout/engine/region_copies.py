@@ -1,6 +1,6 @@
 """Loads policies from the parts of weights that vLLM's loaders take for one worker.
 
-`find` runs `model.load_weights` without values and notes the copied regions; the worker stages these
+`find` runs `model.load_weights` on tensors without values and notes the copied regions; the worker stages these
 (`learner/weights/slices.py`), and `load` copies them on the current stream.
 """
 
@@ -26,7 +26,7 @@ class Loading:
     addresses: list[int]
     targets: dict[Region, list[torch.Tensor]]
     fills: list[Callable[[], object]]
-    """Written once."""
+    """Further writes of the loaders, made once."""
     groups: dict[tuple[int, int], list[Pairs]] = field(default_factory=dict)
 
 

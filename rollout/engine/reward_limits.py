@@ -8,6 +8,7 @@ from configs.http_limits import BODY_S, HEADERS, POLICY, is_loopback_host, name_
 
 MOST_REQUESTS, MOST_BODY = 4096, 64 * 2**20
 HEAD_LIMITS = {"h11_max_incomplete_event_size": 2**16, "h11_max_header_count": 64}
+"""Bytes and fields of a request's head."""
 ADDED = [
     (name.lower().encode(), value.encode()) for name, value in (HEADERS | {"Content-Security-Policy": POLICY}).items()
 ]

@@ -1,7 +1,7 @@
-"""`python -m rollout reward RUN.yaml [--name reward-0]`: vLLM's API server over `reward.model`.
+"""`python -m rollout reward RUN.yaml [--name reward-0]`: a reward server, vLLM's API server over `reward.model`.
 
-The number in `--name` chooses the port. Rollout servers ask over HTTP with the run's token. Exit codes: 0 ended by a
-signal, 1 failed, 2 refused. vLLM's processes die with it.
+The number in `--name` chooses the port. Rollout servers ask over HTTP with the run's token. Runs until a signal; exit
+codes: 0 ended by a signal, 1 failed, 2 refused. vLLM's processes die with it.
 """
 
 import json
@@ -61,6 +61,7 @@ def run_api_server(keys: Path, words: Sequence[str], cpu: bool) -> None:
 
 
 def check_reward_server(config: Config) -> None:
+    """Raise ConfigError with every contradiction."""
     further = [*unknown_fields(config.reward.engine, "reward"), *unreadable_variables(), *moved()]
     if config.reward.model is None:
         further = [*further, "reward.model: missing; name the folder of a sequence classification model"]
@@ -98,7 +99,7 @@ def command_line(arguments: Mapping[str, Any]) -> list[str]:
 
 
 class TokenGate:
-    """Refuses requests without the token, except `GET /health`; notes scored ones for the keeper."""
+    """Limits requests, refuses those without the token, except `GET /health`, and notes scored ones for the keeper."""
 
     host: ClassVar[str] = ""
     scores: ClassVar[str] = "/classify"

@@ -20,7 +20,7 @@ FINAL = (NotImplementedError, ValueError, AttributeError, ImportError, KeyError,
 
 @contextmanager
 def final_failures() -> Iterator[None]:
-    """Raise ConfigError for RuntimeError if the engine process wrote a final reason."""
+    """Raise ConfigError in place of RuntimeError if the engine process wrote a final reason."""
     with tempfile.NamedTemporaryFile("r", prefix="headrace-", encoding="utf-8") as file:
         handler, logger = ReasonFile(file.name), logging.getLogger(LOGGER)
         logger.addHandler(handler)
@@ -44,7 +44,7 @@ def report_final_failures() -> None:
 
 
 class ReasonFile(logging.Handler):
-    """Writes the first final exception to a file."""
+    """Writes the first logged exception that is final to a file."""
 
     def __init__(self, name: str) -> None:
         super().__init__(logging.ERROR)

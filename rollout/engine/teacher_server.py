@@ -1,7 +1,7 @@
-"""`python -m rollout teacher RUN.yaml [--name teacher-0]`: vLLM's API server over a teacher.
+"""`python -m rollout teacher RUN.yaml [--name teacher-0]`: a teacher server, vLLM's API server over a teacher.
 
-The number in `--name` chooses port and teacher. Rollout servers ask over HTTP with the run's token. Exit codes: 0 ended
-by a signal, 1 failed, 2 refused. vLLM's processes die with it.
+The number in `--name` chooses port and teacher. Rollout servers ask over HTTP with the run's token. Runs until a
+signal; exit codes: 0 ended by a signal, 1 failed, 2 refused. vLLM's processes die with it.
 """
 
 from collections.abc import Sequence
@@ -41,6 +41,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def check_teacher_server(config: Config) -> None:
+    """Raise ConfigError with every contradiction."""
     check(config, files=("teacher.model",), further=[*unknown_arguments(config), *unreadable_variables(), *moved()])
 
 

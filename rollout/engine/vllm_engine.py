@@ -60,7 +60,7 @@ class Engine:
         self._llm, self._reports, self._requests = llm, reports, requests
         self._version = self._loads = self._folders = 0
         self.tower_frozen = False
-        """No policy changes the tower, so vLLM encodes an image once."""
+        """Whether no policy changes what sees images: then vLLM encodes an image once."""
         self.routes: ReturnedRoutes | None = None
         self._numbers = itertools.count()
         self._pausing = asyncio.Lock()
@@ -84,7 +84,8 @@ class Engine:
 
     @classmethod
     async def launch(cls, arguments: dict[str, Any]) -> "Engine":
-        """Raises ConfigError if vLLM takes no policies or returns no routes, EngineDead."""
+        """Raises ConfigError for a model that cannot be given policies, or whose routes vLLM does not return;
+        EngineDead."""
         reports = Reports()
         # they block SIGTERM, so they work through the drain when a job gets it
         with translate_engine_errors(), final_failures(), blocked(signal.SIGTERM):
@@ -157,7 +158,7 @@ class Engine:
         return Completion(end.new_token_ids, *unpack(end), finish, routes)
 
     async def probe(self, tokens: list[int], images: Sequence[PlacedImage] = ()) -> list[float]:
-        """Return log-probabilities (temperature 1) of `tokens[1:]`."""
+        """Return raw log-probabilities (temperature 1) of `tokens[1:]`."""
         parameters = SamplingParams(
             max_tokens=1, prompt_logprobs=0, detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY
         )
@@ -201,7 +202,7 @@ class Engine:
         self._folders += 1
 
     async def alive(self, timeout_s: float) -> None:
-        """Raises EngineDead unless process and workers answer."""
+        """Raises EngineDead unless vLLM's process lives and its workers answer."""
         await self.collective("rl_ping", timeout_s=timeout_s)
 
     async def died(self) -> None:
@@ -213,7 +214,7 @@ class Engine:
 
     @property
     def version(self) -> int:
-        """Set after the workers' load; drops what other weights cached."""
+        """Set once the workers have loaded it; what other weights cached is not used then."""
         return self._version
 
     @version.setter
@@ -249,6 +250,7 @@ class Engine:
         }
 
     def sequences_by_kv(self, mean_tokens: float) -> int:
+        """How many sequences the KV cache holds, with half a block to spare."""
         cache = self._llm.vllm_config.cache_config
         assert cache.num_gpu_blocks is not None
         return int(cache.num_gpu_blocks / (mean_tokens / cache.block_size + 0.5))
@@ -274,7 +276,8 @@ class Engine:
 
     @property
     def salt(self) -> str:
-        """Changes with each load. A sample of several turns keeps its first salt, so that its history stays cached."""
+        """Changes with the weights, also where the version does not. A sample of several turns keeps its first salt, so
+        that its history is not computed again."""
         return str(self._loads)
 
     def _input(self, tokens: list[int], images: Sequence[PlacedImage], salt: str) -> Any:
@@ -299,6 +302,7 @@ def sampling_parameters(max_tokens: int, temperature: float, stop_token_ids: Seq
 
 @contextmanager
 def translate_engine_errors() -> Iterator[None]:
+    """Turn vLLM's exceptions into EngineDead and EngineError."""
     try:
         yield
     except EngineDeadError as error:

@@ -1,6 +1,6 @@
 """Corrects Cohere's sliding windows, which vLLM makes one token longer than transformers and the learner.
 
-Log-probabilities of longer samples would differ.
+Log-probabilities of longer samples would differ. So the server gets a shorter window, if vLLM's source adds one.
 """
 
 import ast
@@ -14,7 +14,8 @@ DEFAULT = 4096
 
 
 def window_override(model_path: str) -> dict[str, Any]:
-    """Return overrides such as `{"sliding_window": 4095}`, or {}. Raises ConfigError for an unreadable config.json."""
+    """Return what vLLM reads in place of the model's own window, such as `{"sliding_window": 4095}`; {} for most
+    models. Raises ConfigError for an unreadable config.json."""
     config = read_model_file(model_path, "config.json") or {}
     window = config.get("sliding_window", DEFAULT)
     if window is None or config.get("model_type") != KIND or not adds_one():
@@ -23,6 +24,7 @@ def window_override(model_path: str) -> dict[str, Any]:
 
 
 def adds_one() -> bool:
+    """Whether the installed vLLM adds one to the window."""
     node = attention_of_cohere()
     return node is not None and any(_is_sum(each) for each in ast.walk(node))
 

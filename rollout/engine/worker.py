@@ -1,6 +1,8 @@
-"""Headrace's part of each vLLM worker: stamps samples with versions, receives weights, loads them between two steps.
+"""Headrace's part of each vLLM worker: stamps samples with versions, receives weights while it generates, and loads
+them between two steps.
 
-vLLM mixes `WorkerExtension` into its worker class. `rl_` avoids vLLM's names. No method waits for the GPU.
+vLLM mixes `WorkerExtension` into its worker class. Names begin with `rl_`, so as not to shadow vLLM's. No method waits
+for the GPU.
 """
 
 import time
@@ -23,6 +25,8 @@ report_final_failures()  # vLLM's engine process imports this module before it b
 
 
 class WorkerExtension:
+    """Uses `device`, `rank`, `model_runner` and `vllm_config` of vLLM's worker."""
+
     device: torch.device
     rank: int
     model_runner: Any
@@ -89,11 +93,11 @@ class WorkerExtension:
         self.rl_staging.receive(go, notify)
 
     def rl_abort(self) -> bool:
-        """Return whether the buckets are free; if not, the next report frees them."""
+        """Stop receiving. Return whether the buckets are free; if not, the next report frees them."""
         return self.rl_staging is None or self.rl_staging.abort()
 
     def rl_load(self, version: int) -> None:
-        """The staged `version` samples from the next step on."""
+        """Load the staged `version`, which samples from the next step on."""
         assert self.rl_staging is not None
         if self.rl_staging.mode == "slices":
             assert isinstance(self.rl_model, ModelLoad)
@@ -109,7 +113,7 @@ class WorkerExtension:
 
 
 class StampedOutput(AsyncModelRunnerOutput):
-    """Keeps the version at a step's launch."""
+    """A step's output on the GPU, with the version that it was launched with."""
 
     def __init__(self, output: AsyncModelRunnerOutput, version: int | None) -> None:
         self.output, self.version = output, version
@@ -125,7 +129,7 @@ class StampedOutput(AsyncModelRunnerOutput):
 
 
 def stamped(output: Any, version: int | None) -> Any:
-    """Stamp an output whose tokens may be taken after the next load."""
+    """Give the output its `rl_version`: its tokens may be taken after the next load."""
     if isinstance(output, AsyncModelRunnerOutput):
         return StampedOutput(output, version)
     if isinstance(output, ModelRunnerOutput):

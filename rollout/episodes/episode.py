@@ -1,4 +1,5 @@
-"""An episode: from a dispatched item to its group or a `Failure`, never a reward of zero."""
+"""An episode: from a dispatched item to its group, or a `Failure`, which never becomes a reward of zero. One server
+makes all samples of a group."""
 
 import asyncio
 from collections.abc import Callable, Iterable, Sequence
@@ -26,7 +27,7 @@ from rollout.teachers.scoring import Teachers
 
 REASON_CHARS = 300
 Ended = Callable[["asyncio.Task[Recorded]"], object]
-"""Called when a sample needs no place any more."""
+"""Called when a sample has ended and needs no place any more."""
 
 
 def uncounted(sample: "asyncio.Task[Recorded]") -> None:
@@ -105,7 +106,7 @@ class Episodes:
             return Group(await self._play(row, ended), self.failures)
         except* EpisodeError as errors:
             found = [error for error in all_errors(errors) if isinstance(error, EpisodeError)]
-            error = min(found, key=lambda error: error.returned)  # the sample that ended the worker
+            error = min(found, key=lambda error: error.returned)  # the sample that ended the worker, not one beside it
             reason = " ".join(without_credentials(str(error)).split())[:REASON_CHARS]
             self.failures.record(error, reason)
             failure = Failure(reason, error.kind, error.permanent, error.returned)
@@ -159,7 +160,7 @@ class Episodes:
         return own
 
     def _answer(self, trajectory: Trajectory, row: dict[str, Any]) -> Answer:
-        """Leave out earlier text that later segments repeat."""
+        """What follows the prompts, without earlier text that later segments repeat."""
         columns, starts = trajectory.columns or trajectory.arrays(), trajectory.starts
         firsts = [trajectory.start, *(start + int(columns["sampled"][start:].argmax()) for start in starts[1:])]
         spans = [slice(*span) for span in zip(firsts, [*starts[1:], None], strict=True)]

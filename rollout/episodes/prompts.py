@@ -1,6 +1,6 @@
-"""From a row of the data set to its prompt's tokens, and back to text.
+"""From a row of the data set to its prompt's tokens, and from tokens to text.
 
-Reads `prompt` of TinyZero and verl, `problem` of EasyR1, and `images`, marked by `<image>`.
+Reads `prompt` of TinyZero and verl, `problem` of EasyR1, and `images`, marked by `<image>` in a text.
 """
 
 import re
@@ -91,7 +91,8 @@ class Prompts:
             raise ConfigError([f"rollout.chat.thinking: {'on' if wanted else 'off'}: {error}"]) from None
 
     def with_pictures(self, row: dict[str, Any]) -> tuple[dict[str, Any], list[Picture]]:
-        """Decode the row's images, in tens of milliseconds. Raises PromptError."""
+        """Return the row with its image files, and the pictures, decoded in tens of milliseconds. Raises
+        PromptError."""
         files, pictures = list[bytes](), list[Picture]()
         try:
             for data in row[IMAGES]:
@@ -155,7 +156,7 @@ class Prompts:
         return self._open(self.tokenizer.encode(self._joined(messages)))
 
     def _open(self, tokens: list[int]) -> list[int]:
-        """Some tokenizers add an end, but an answer follows."""
+        """Drop the end that some tokenizers add: an answer follows."""
         return tokens[:-1] if tokens and tokens[-1] in self.ends else tokens
 
     def _joined(self, messages: list[dict[str, Any]]) -> str:
@@ -245,6 +246,7 @@ def without_images(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def flat(content: str | list[dict[str, Any]]) -> str:
+    """The text of a message, with MARK for each image."""
     if isinstance(content, str):
         return content
     return "".join(MARK if part["type"] == "image" else part["text"] for part in content)

@@ -1,7 +1,7 @@
 """Routes of one sample, found by tokens and log-probabilities alone, whatever the task makes of completions.
 
-A prompt may begin with an earlier answer, whose rows are known. A token's row is of the computation that sampled the
-next token.
+A prompt may begin with an earlier answer: then the engine is asked only for later rows. A token's row is of the
+computation that sampled the next token, however often it is read again.
 """
 
 from collections.abc import Sequence
@@ -25,7 +25,7 @@ class Continued(NamedTuple):
 
     @property
     def routed(self) -> int:
-        """No computation has read an answer's last token."""
+        """Number of known rows. No computation has read an answer's last token."""
         return max(self.end - 1, 0)
 
 
@@ -101,4 +101,5 @@ class RecordedRoutes:
 
 
 def digest(tokens: np.ndarray) -> bytes:
+    """`tokens`: int32."""
     return blake2b(tokens.tobytes(), digest_size=16).digest()

@@ -1,4 +1,5 @@
-"""Checks a row's messages; makes their contents texts with MARK per image."""
+"""Checks a row's messages and converts them for chat templates: each content becomes a text, with MARK for each
+image."""
 
 from collections.abc import Collection, Mapping
 from typing import Any
@@ -13,7 +14,7 @@ ENDS = 30
 
 
 def messages_of(row: Mapping[str, Any], template: str) -> list[dict[str, Any]]:
-    """Raises PromptError."""
+    """Return the chat of a row. Raises PromptError."""
     prompt = row.get("prompt") or row.get("problem")
     if not prompt:
         empty = [name for name in ("prompt", "problem") if name in row]

@@ -1,4 +1,5 @@
-"""`generate` for tasks, and the check of their results; wrong ones raise EpisodeError."""
+"""What stands between a task and the engine: `generate`, and the check of what the task returns. Wrong requests and
+results become an EpisodeError and never reach engine or learner."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -36,7 +37,7 @@ class Sampler:
     temperature: float
     max_tokens: int
     longest: int
-    """Tokens of a whole sample."""
+    """Most tokens of a whole sample."""
     form: ImageFormat | None = None
     max_images: int = 0
 
@@ -48,7 +49,7 @@ class Sampler:
         return Problem(row, prompt, self.prompts.tokenizer, left, place(prompt, pictures), self.form, self.max_tokens)
 
     def generate_for(self, problem: Problem, salt: str | None = None, routes: RecordedRoutes | None = None) -> Generate:
-        """All turns use the cache under `salt`."""
+        """`generate` of one sample. All turns use what is cached under `salt`; no task gets the `routes`."""
         so_far = SampledSoFar()
 
         async def generate(
@@ -96,7 +97,7 @@ class Sampler:
         return completion if completion.routes is None else replace(completion, routes=None)
 
     def check(self, problem: Problem, made: object) -> Recorded:
-        """Raises EpisodeError unless the learner can train on it."""
+        """Return what a task returned. Raises EpisodeError unless the learner can train on it."""
         if not isinstance(made, Trajectory | Recorded):
             raise EpisodeError(f"the task returned {type(made).__name__}; a Trajectory is needed")
         trajectory = made if isinstance(made, Trajectory) else made.trajectory

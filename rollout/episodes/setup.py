@@ -45,6 +45,7 @@ class RolloutSetup:
     rewards: RewardPool | NoReward | None
     sessions: Sessions | None = None
     teachers: Teachers | None = None
+    """None for a run without a teacher, or an evaluation."""
     _entered: AsyncExitStack = field(default_factory=AsyncExitStack)
 
     @classmethod
@@ -122,6 +123,7 @@ def open_sessions(config: Config, prompts: Prompts) -> Sessions:
 
 
 def check_scored(config: Config) -> None:
+    """Raise ConfigError for a run without a reward."""
     if config.reward.function == NO_REWARD:
         problem = f"reward.function: {NO_REWARD}, so nothing says which answers are right"
         raise ConfigError([f"{problem}; name a reward, e.g. --reward.function=math"])

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 CLAIM_S = 10.0
-"""At most a quarter of `weights.timeout_s`: the learner waits meanwhile."""
+"""Longest wait for the buffer, at most a quarter of `weights.timeout_s`: the learner waits meanwhile."""
 
 
 class Evaluator:
@@ -39,11 +39,12 @@ class Evaluator:
     ) -> None:
         self.sets, self.places = sets, places
         self.steady = asyncio.Lock()
-        """Held while a version is loaded or evaluated."""
+        """Held while a version is loaded or evaluated: never both."""
         self._config, self._setup, self._engine, self._buffer, self._weights = config, setup, engine, buffer, weights
         self._loaded = False
         """vLLM has a policy, not dummy weights."""
         self._unanswered = False
+        """The buffer has not answered the last claim."""
 
     async def claim(self) -> int | None:
         """Call between `load` and `loaded`; a due evaluation holds newer versions back until `evaluate` is done."""

@@ -42,7 +42,7 @@ def pass_hat(k: int, attempts: int, solved: int) -> float:
 
 
 def figures(problems: Sequence[Sequence[Attempt]], samples: int, ks: Sequence[int]) -> dict[str, float]:
-    """Compute figures from each problem's scored attempts.
+    """The figures of a set. `problems`: the scored attempts at each, of `samples` that were made.
 
     `mean@N`: mean share of solved attempts; `error`: its standard error over problems (Miller 2024, arXiv 2411.00640,
     section 2.2). `pass@K`, `pass^K`: means over problems with K scored attempts; `left_out@K`: number of the others.

@@ -4,7 +4,7 @@
     python verifiers_host.py check ID [ARGS]               load the environment and end
     python verifiers_host.py export ID ROWS.jsonl [ARGS]   write its problems, for `data.train`
 
-ARGS is JSON: arguments of `load_environment`, or the config of a task set of `verifiers.v1`, such as
+ARGS is JSON: keyword arguments of `load_environment`, or the config of a task set of `verifiers.v1`, such as
 `{"taskset": {"level": 2}, "agent": {"max_turns": 8}}`.
 
     server -> host   {"id": 7, "row": {...}, "url": "http://.../v1", "sampling": {"max_tokens": 256}}   {"cancel": 7}
@@ -27,7 +27,7 @@ from contextvars import ContextVar
 from typing import Any, Protocol
 
 KEY = "HEADRACE_AGENT_KEY"
-"""Clients read their key here; the real key is in the URL."""
+"""Clients read their key from this variable; the real key is in the URL."""
 MODEL = "policy"
 LONGEST_LINE = 2**26
 
@@ -154,7 +154,7 @@ class TasksetEnvironment:
 
 
 def take_empty_answers(client: Any) -> None:
-    """Score empty answers; verifiers 0.2 takes them for a failure of the model's server."""
+    """Score an empty answer as an empty text; verifiers 0.2 takes it for a failure of the model's server."""
     from verifiers.errors import EmptyModelResponseError
 
     check, read = client.raise_from_native_response, client.from_native_response
@@ -195,7 +195,7 @@ def noting(function: Any) -> Any:
 
 
 def load(name: str, arguments: dict[str, Any]) -> Environment:
-    """Raises RefusedEnvironment."""
+    """Load an environment of either API. Raises RefusedEnvironment."""
     os.environ.setdefault(KEY, "in-the-url")
     try:
         import verifiers

@@ -31,7 +31,7 @@ STARTS = {reasoning.compute_score: reasoning.start, math.compute_score: math.sta
 
 
 def load_reward(config: RewardConfig, number: int = 0, keys: Path | None = None) -> Reward:
-    """Raises ValueError."""
+    """Return the run's reward function `number`. `keys`: folder of the run's keys. Raises ValueError."""
     part = config.parts[number]
     several = not isinstance(config.function, str)
     key, name = f"reward.function.{number}" if several else "reward", part.function

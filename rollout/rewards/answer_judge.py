@@ -1,4 +1,5 @@
-"""Judges answers in a limited process: one that breaks its reader loses only its own reward."""
+"""Judges an answer in its own process with a limit on processor time: an answer that breaks its reader loses only its
+own reward."""
 
 import atexit
 import gc
@@ -30,7 +31,7 @@ class JudgeLimits:
     clock_s: float = 7.0
     """After this time, a call that has used a quarter of `processor_s` ends too."""
     memory_bytes: int = 2**30
-    """Allowed beyond the worker's own."""
+    """Memory that the process may have beyond the worker's own."""
 
     def stay_below(self, timeout_s: float, memory_gib: float | None) -> None:
         self.processor_s, self.clock_s = min(2.0, timeout_s / 2), 0.7 * timeout_s
@@ -149,6 +150,7 @@ def _serve(function: Callable[..., Any], calls: socket.socket) -> NoReturn:
 
 
 def bound_memory(more: int) -> None:
+    """Let this process allocate `more` bytes beyond its size."""
     with open("/proc/self/statm") as statm:
         held = int(statm.read().split()[5]) * resource.getpagesize()
     hard = resource.getrlimit(resource.RLIMIT_DATA)[1]

@@ -35,7 +35,7 @@ class Answer:
     turns: list[Turn] | None = None
     """None: all of it was sampled."""
     raw: str | None = None
-    """With special tokens."""
+    """The text with special tokens."""
     prompt: str | None = None
 
     def verl(self) -> dict[str, Any]:
@@ -89,12 +89,12 @@ class Score:
 
 TURNS = "turns"
 ASKED = {"raw": {"raw_str", "raw_strs"}, "prompt": {"prompt_str", "prompt_strs"}}
-"""Fields that are sent only to functions with one of these parameters."""
+"""Parameters of a function for which each of these fields is sent."""
 ROWS = {"row", "rows", *(name for names in ASKED.values() for name in names)}
 MOST_METRICS, LONGEST_NAME = 256, 200
 """Each metric is a column of its batch and of `metrics.jsonl`."""
 OURS = {TURNS, *ROWS}
-"""Given to functions that name them, not to `**kwargs`."""
+"""Additions that a function gets if it names them, not if it takes `**kwargs`."""
 
 CONVENTIONS: dict[str, Callable[[Sequence[Answer]], list[dict[str, Any]]]] = {
     "solution_str": lambda answers: [answer.verl() for answer in answers],
@@ -174,7 +174,7 @@ class Reward:
         return calls
 
     def score(self, answers: Sequence[Answer]) -> list[Score]:
-        """Raises RewardError, and what the function raises."""
+        """One score per answer. Raises RewardError, and whatever the function raises."""
         return self._read_all([self.function(**arguments) for arguments in self.calls(answers)], len(answers))
 
     async def score_async(self, answers: Sequence[Answer]) -> list[Score]:

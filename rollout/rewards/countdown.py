@@ -16,7 +16,7 @@ LEADING_ZEROS = re.compile(r"\b0+(?=\d)")
 OPERATIONS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul, ast.Div: operator.truediv}
 LONGEST = 200
 LARGEST = 10**30
-"""Bounds the time of any answer."""
+"""With this bound no answer takes long."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ def compute_score(
 
 
 def evaluate(text: str) -> Expression:
-    """Raises ZeroDivisionError and ValueError."""
+    """Exact value of + - * / and parentheses over whole numbers. Raises ZeroDivisionError and ValueError."""
     text = " ".join(text.split()).replace("×", "*").replace("÷", "/")
     if len(text) > LONGEST:
         raise ValueError(f"{len(text)} characters; at most {LONGEST} are read")

@@ -39,7 +39,7 @@ def compute_score(
 
 
 def read_truth(ground_truth: Any) -> str:
-    """Raises TruthError."""
+    """The truth as readable text. Raises TruthError."""
     number = isinstance(ground_truth, int | float) and not isinstance(ground_truth, bool)
     text = str(ground_truth).strip()
     if not text or not (isinstance(ground_truth, str) or (number and math.isfinite(ground_truth))):

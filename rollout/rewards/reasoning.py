@@ -1,6 +1,6 @@
 """The reward of reasoning-gym's rows: the score that the set itself gives.
 
-The entry is made again from name, config and index: what scores it need not survive MessagePack.
+The entry is made again from name, config and index, because what a set scores by need not survive MessagePack.
 """
 
 import json

@@ -1,6 +1,6 @@
-"""Reward workers: processes that score answers and can be killed.
+"""Reward workers: processes that score answers and can be killed, whatever a reward function does.
 
-A function that is too slow, ends its process or raises gives a RewardError, never a reward.
+A function that takes longer than `reward.timeout_s`, ends its process or raises gives a RewardError, never a reward.
 """
 
 import asyncio

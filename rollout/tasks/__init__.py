@@ -42,7 +42,7 @@ def __getattr__(name: str) -> Any:
 
 
 def load_task(name: str) -> Callable[..., Any]:
-    """Raises ValueError."""
+    """Find the function that `rollout.task` names. Raises ValueError."""
     built_in = {} if ":" in name else __getattr__("TASKS")
     function = built_in[name] if name in built_in else load_function("rollout.task", name)
     convention(name, function)

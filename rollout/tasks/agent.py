@@ -11,7 +11,7 @@ from rollout.chat.session import Sessions
 from rollout.tasks.trajectory import CUT_SCORE, Generate, Problem, Recorded
 
 REFUSALS = ("BadRequestError", "ContextWindowExceededError", "ChatRefused")
-"""Model calls refused beyond a limit."""
+"""Origins of model calls that were refused beyond a limit."""
 HTTP_ERRORS = ("HTTPError", "HTTPStatusError", "APIStatusError", "ClientResponseError")
 """Refusals if the text has the status 400."""
 

@@ -1,4 +1,4 @@
-"""In a worker: an environment's host process, and its episodes.
+"""In a worker: an environment's host process, in the Python that the environment is installed in, and its episodes.
 
 The worker ends as the host ends: the cage starts both anew.
 """
@@ -22,14 +22,14 @@ from rollout.tasks.programs import Play, timed_by_server
 
 HOST = Path(__file__).parents[1] / "hosts" / "verifiers_host.py"
 OUR_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
-"""The host's Python would find our packages."""
+"""With these the host's Python would find our packages."""
 RESULT = ("score", "overall", "turn_rewards")
 """No metric may take the reward's place."""
 LONGEST_LINE = 2**26
 
 
 def load_environment(environment: dict[str, Any]) -> Play:
-    """Raises ValueError."""
+    """Return the episodes of `rollout.environment`. Raises ValueError."""
     name = environment_name(environment)
     relay = Relay(start_host(environment))
 

@@ -29,7 +29,7 @@ def timed_by_server(play: Any, apart: bool) -> Play:
 
 
 def agent_of(name: str, function: Callable[..., Any], memory: str, files: frozenset[int]) -> Play:
-    """`memory`, `files`: see `Apart`."""
+    """Return a user's function as episodes. `memory`, `files`: see `Apart`."""
 
     async def play(row: dict[str, Any], base_url: str, api_key: str, generate: object) -> Any:
         return await function(row=row, base_url=base_url, api_key=api_key)
@@ -51,7 +51,7 @@ def agent_of(name: str, function: Callable[..., Any], memory: str, files: frozen
 
 
 def result_of_function(name: str, said: bytes) -> Any:
-    """Raises ToldError."""
+    """Return the function's value. Raises ToldError."""
     try:
         _, _, origin, value, trace, permanent, _ = msgpack.unpackb(said, strict_map_key=False)
     except BAD_BYTES:
@@ -90,7 +90,7 @@ def as_text(value: Any) -> Any:
 
 
 def result_of_command(name: str, said: bytes) -> Any:
-    """Raises ToldError."""
+    """Return the score on the last line. Raises ToldError."""
     lines = said.decode(errors="replace").split("\n")
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     try:

@@ -155,7 +155,7 @@ class Trajectory:
             return {name: column(getattr(self, name)) for name, column in COLUMNS.items()}
 
     def sample(self, score: Score, answer: str, prompt_images: Sequence[PlacedImage] = ()) -> Sample:
-        """`answer`: the text after the prompt."""
+        """Return the sample to send. `answer`: the text after the prompt."""
         images, columns = [*prompt_images, *self.images], self.columns or self.arrays()
         turns = [float(reward) for reward in self.turn_rewards]
         turns[-1:] = [last + score.reward for last in turns[-1:]]

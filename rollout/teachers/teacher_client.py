@@ -43,7 +43,8 @@ class TeacherClient(HttpModel):
         return self
 
     async def opinions(self, texts: Sequence[Sequence[int]], sampled: Sequence[np.ndarray]) -> list[Opinion]:
-        """`sampled`: [tokens] bool per text. Raises TeacherError for an incomplete answer, RewardError as `post`."""
+        """`sampled`: [tokens] bool for each text. Raises TeacherError for an incomplete answer, RewardError as `post`
+        does."""
         asked = {"prompt": [list(text) for text in texts], **SAMPLING, "prompt_logprobs": self.top_k or 0}
         reply = await self.post(PATH, asked)
         try:

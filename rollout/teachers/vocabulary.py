@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def other_vocabularies(config: Config, own: "PreTrainedTokenizerBase") -> Iterator[str]:
-    """Yield teachers whose tokenizer differs from `own` or cannot be loaded."""
+    """Yield a line for each teacher whose tokenizer is not the policy's `own`, or cannot be loaded."""
     from transformers import AutoTokenizer  # takes seconds
 
     for source, teacher in config.teacher.teachers.items():

@@ -27,7 +27,7 @@ TOOL_MARKS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("<tool_call>", '"name": ', "arguments"), "hermes"),
     (("<tool_call>", '\\"name\\": ', "arguments"), "hermes"),
 )
-"""The first parser counts whose marks a template has all."""
+"""The first parser whose marks a template has all counts."""
 TOOL_TYPES: Mapping[str, str] = {
     "granite": "granite", "granitemoehybrid": "granite4", "hunyuan_v1_moe": "hunyuan_a13b", "jamba": "jamba",
     "internlm2": "internlm",

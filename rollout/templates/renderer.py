@@ -25,7 +25,7 @@ PROCESSOR_S = 2.0
 WALL_S = 20.0
 """A process silent for so long was stopped, or the machine is overloaded."""
 MEMORY = 2**30
-"""Address space."""
+"""Bytes of address space."""
 MOST_CHARACTERS = 4 * 2**20
 """A prompt of a million tokens has so many."""
 PROGRAM = f"""import sys

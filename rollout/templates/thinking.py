@@ -1,4 +1,4 @@
-"""Translates `rollout.chat.thinking` into a chat template's argument."""
+"""Translates `rollout.chat.thinking` into the argument by which a chat template switches thinking on and off."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +22,8 @@ SWITCHES: Mapping[str, tuple[Any, Any]] = {
 def thinking_arguments(
     wanted: bool, texts: ChatTexts, kwargs: Mapping[str, Any], system: str | None, template: str
 ) -> dict[str, Any]:
-    """Return the template's arguments for `wanted`. Raises ValueError.
+    """Return the template's arguments for `wanted`. Some templates ignore their switch with a `system` prompt. Raises
+    ValueError.
 
     An argument is the switch if its values give different prompts: a template may name it for something else.
     """

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 ANSWER, NEXT = "Zq7AnswerZq7", "Zq7NextZq7"
 CHAT = [{"role": "user", "content": "1"}, {"role": "assistant", "content": ANSWER}]
 UNUSABLE = (RenderError, LookupError, TypeError, ValueError, AttributeError)
-"""For a refused chat."""
+"""Errors of templates and tokenizers for a chat that they refuse."""
 CHAT_TEMPLATE = "chat template"
 
 

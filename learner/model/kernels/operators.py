@@ -81,3 +81,13 @@ def _added_up(gradients: Tensor, copied: Tensor, like: Tensor) -> Tensor:
 
 
 ATTEND, ATTEND_BACKWARD = torch.ops.headrace.attend.default, torch.ops.headrace.attend_backward.default
+
+
+def schemas() -> str:
+    """Schemas of all operators of Headrace.
+
+    They belong to the key of compiled code that torch keeps: it calls an operator with all arguments, but a graph that
+    leaves one at its default has the same key as a graph of a release without that argument.
+    """
+    every = torch._C._jit_get_all_schemas()
+    return "; ".join(sorted(str(schema) for schema in every if schema.name.startswith("headrace::")))

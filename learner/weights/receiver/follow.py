@@ -29,7 +29,7 @@ STUCK = 3.0
 
 
 class Receiver:
-    """Follows the learner. `where(known)` returns its address once it is another."""
+    """Follows the learner. `where(known)` returns its address as soon as it is not `known`."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class Receiver:
         self._rounds.release()
 
     async def policies(self) -> AsyncGenerator[StagedPolicy | StreamedPolicy, None]:
-        """Each verified policy; load it before the next. Raises WeightsError."""
+        """Each new policy, verified by checksums. Load it before asking for the next. Raises WeightsError."""
         follow = asyncio.create_task(self._follow(), name="weights")
         follow.add_done_callback(self._on_end)
         try:

@@ -54,8 +54,8 @@ class Rounds:
         self.held = False
 
     def hold(self, loading: bool) -> bool:
-        """Accept no offer until `release`; False: a version is on its way. `loading`: the one in LOADING is in
-        place."""
+        """Accept no offer until `release`. Returns False where a version is on its way. `loading`: the version in
+        LOADING is in place."""
         if self.state in (State.PLEDGED, State.RECEIVING) or (self.state is State.LOADING and not loading):
             return False
         self.held = True
@@ -76,7 +76,7 @@ class Rounds:
             self._answer()
 
     def joined(self) -> None:
-        """The learner knows nothing of this server's round or hold."""
+        """The learner admitted this server anew and knows nothing of its round or hold."""
         if self.reception:
             self.reception.take_probe(None)
         if self.held and self.state is not State.LOADING:

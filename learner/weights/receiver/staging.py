@@ -1,6 +1,11 @@
-"""A vLLM worker's end of the weights wire: receives buckets in a thread, on its own CUDA stream, as `weights.staging`
-says (docs/design/weights-wire.md). Only `prepare` allocates: a round waits for the buckets of a broken one, so recovery
-needs no memory."""
+"""A vLLM worker's end of the weights wire: receives buckets in a thread, on its own CUDA stream.
+
+The mode is `weights.staging` (docs/design/weights-wire.md): `full` receives into a copy of all weights, `slices` into a
+copy of what this worker loads, both while generation goes on; `bucket` loads each bucket as it arrives, while the
+engine is paused. The thread waits at most Go's timeout, and reports when it ends (`Staged`).
+
+Only `prepare` allocates: a round waits until the buckets of a broken one are free, so recovery needs no memory.
+"""
 
 import logging
 import threading
@@ -83,8 +88,8 @@ class Staging:
         self._read: torch.cuda.Event | None = None
 
     def prepare(self, welcome: bytes, wanted: str) -> tuple[str, str, str]:
-        """Allocate for a packed ServerWelcome. Returns the digests of all and of trained weights, and the mode. Raises
-        ValueError."""
+        """Allocate room for the plan in `welcome`, a packed ServerWelcome. Returns the digests of all and of trained
+        weights, and the mode. Raises ValueError."""
         message = unpack(welcome, TO_SERVER)
         assert isinstance(message, ServerWelcome)
         specs = [Spec(tensor.name, tuple(tensor.shape), dtype_of(tensor.dtype)) for tensor in message.tensors]

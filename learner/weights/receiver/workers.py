@@ -34,7 +34,7 @@ class Workers:
         return len(workers), str(workers[0]["backend"])
 
     async def prepare(self, welcome: ServerWelcome) -> None:
-        """Allocate a copy in each worker, or two buckets in all. Raises WeightsError."""
+        """Have all workers allocate room: each for a copy, or all for two buckets. Raises WeightsError."""
         theirs = welcome.digest, welcome.trained
         for staging in (self._staging, "bucket"):
             answers = await self.engine.collective("rl_prepare", pack(welcome), staging, timeout_s=self.timeout_s)

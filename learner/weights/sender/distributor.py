@@ -19,12 +19,12 @@ from learner.weights.sender.suspects import Suspects
 
 log = logging.getLogger(__name__)
 ATTEMPTS = 3
-"""Failed rounds in a row, with no member missing, until refusal."""
+"""Rounds in a row that fail for a server, with no member missing, until it is refused."""
 SERVER_TIMINGS = ("load_s", "pause_s", "verify_s")
 
 
 class Distributor:
-    """All but `stats` belongs to the event loop of `serve`."""
+    """Brings the newest policy of `copies` to all members. All but `stats` belongs to the event loop of `serve`."""
 
     def __init__(
         self,

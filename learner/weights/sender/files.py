@@ -1,4 +1,5 @@
-"""Weights as files in a shared folder, for servers that no broadcast reaches. A visible folder is complete."""
+"""Weights as safetensors files in a shared folder, for servers that no broadcast reaches. A version is written into a
+temporary folder that is then renamed: a visible folder is complete. Frozen weights have a folder of their own."""
 
 import asyncio
 import os
@@ -19,7 +20,7 @@ KEPT = 2
 
 
 class Files:
-    """Replaces `broadcast.BroadcastGroup`."""
+    """Takes the place of `broadcast.BroadcastGroup`."""
 
     backend, at_fault = "", False
     members: tuple[Member, ...] = ()

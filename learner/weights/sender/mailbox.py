@@ -1,4 +1,5 @@
-"""Messages between the ranks that send rows, over the store of all ranks. It asks for no key."""
+"""Messages between the ranks that send rows, over the store of all ranks. The store asks for no key: whoever reaches it
+can break the training anyway."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -23,11 +24,12 @@ class SendingRanks(NamedTuple):
     agree: Callable[[int], int]
     """A collective that returns rank 0's argument."""
     replicated: frozenset[str] = frozenset()
+    """Weights that each rank holds whole, by name."""
 
 
 class Mailbox:
-    """Numbered messages. Numbers are never reused: each start of the learner needs its own prefix, which torch
-    provides."""
+    """The numbered messages `name` of `store`. Numbers are never reused: each start of the learner needs a store, or a
+    prefix, of its own, which torch provides."""
 
     def __init__(self, store: Any, name: str, kinds: dict[str, type[Message]]) -> None:
         self._store, self._name, self._kinds = store.clone(), name, kinds
@@ -40,15 +42,15 @@ class Mailbox:
             self._store.delete_key(f"{self._name}/{number - KEPT}")
 
     def read(self) -> Iterator[Message]:
-        """Each message, until the store is gone."""
-        store, number = self._store.clone(), 1  # a wait blocks its connection
+        """Each message from the first on, until the store is gone."""
+        store, number = self._store.clone(), 1  # a connection of its own: a wait blocks it
         store.set_timeout(timedelta(days=1))
         while True:
             try:
                 data = store.get(f"{self._name}/{number}")
             except dist.DistNetworkError:
                 return
-            except dist.DistStoreError:  # nothing was posted
+            except dist.DistStoreError:  # nothing was posted for as long as a call may take
                 continue
             number += 1
             yield unpack(data, self._kinds)

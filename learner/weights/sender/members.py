@@ -72,7 +72,7 @@ class Member:
 
 
 class Members:
-    """`on_drop`: called with each that leaves or falls silent."""
+    """Iterates over the members. `on_drop` is called with each that leaves or falls silent."""
 
     def __init__(
         self,
@@ -126,7 +126,7 @@ class Members:
         self._send(member.route, message)
 
     def drop(self, member: Member, reason: str) -> None:
-        """Leave `member` out until it joins again. No reason: it left."""
+        """Leave `member` out until it joins again. Without a reason it left by itself."""
         self._remove(member)
         self._on_drop(member)
         if reason:

@@ -1,6 +1,10 @@
-"""The learner's end of the weights wire. `publish`, which the loop calls on every rank after every optimizer step,
-copies the policy; a thread of rank 0 brings the copy to the servers. It waits for the other ranks and, rarely, for a
-copy that a broken broadcast reads."""
+"""The learner's end of the weights wire. The loop calls `publish` on every rank after every optimizer step.
+
+Rank 0 (`Sender`) copies what it sends and returns; a thread brings the copy to the servers. With
+`weights.publish: rows` the other ranks of the first replica do so with their own rows (`row_rank.RowRank`), with
+`gather` they take part in the gathering and the probe (`Follower`). `publish` waits for the other ranks and, rarely, up
+to `weights.timeout_s` for a copy that a broken broadcast reads.
+"""
 
 import asyncio
 import logging
@@ -32,7 +36,7 @@ HEARTBEAT_S = 2.0
 
 
 class Bystander:
-    """A rank of another replica: does nothing."""
+    """A rank of another replica than rank 0's: does nothing."""
 
     def publish(self, policy: ProbedPolicy, version: int) -> None: ...
 
@@ -43,7 +47,7 @@ class Bystander:
 
 
 class Follower:
-    """Another rank of the first replica: joins collectives."""
+    """A rank of the first replica but 0: takes part in what is collective."""
 
     def __init__(
         self,
@@ -70,7 +74,7 @@ class Follower:
 
 
 class Sender:
-    """Rank 0. Servers join at `address`."""
+    """Rank 0. Servers join at `address`, which they learn from the buffer."""
 
     def __init__(
         self,
@@ -117,7 +121,8 @@ class Sender:
         self.address: str = started.result()
 
     def publish(self, policy: Any, version: int) -> None:
-        """Copy `version` of the policy. Raises what ended the background thread."""
+        """Copy `version` of the policy and return. Raises what ended the background thread. If the copying fails, the
+        version is never sent."""
         if self._ended.done():
             self._ended.result()
             raise RuntimeError("the weights wire is closed")
@@ -141,7 +146,7 @@ class Sender:
         return self._published | self._distributor.stats()
 
     def close(self, drain_s: float = 0.0) -> None:
-        """Wait up to `drain_s` until every server has the newest version."""
+        """Wait up to `drain_s` until every server has the newest version, and close the wire."""
         if drain_s and not self._ended.done():
             with suppress(TimeoutError):
                 asyncio.run_coroutine_threadsafe(self._distributor.drained(), self._loop).result(drain_s)

@@ -1,5 +1,5 @@
-"""Rank 0's side of a round in which each rank sends its own rows. `send` ends with the last rank, or the first that
-cannot."""
+"""Rank 0's side of a round in which each rank sends its own rows: it orders, and sends its rows too. `send` is over
+once all ranks have sent, or with the first that could not. A thread reads the other ranks' answers."""
 
 import asyncio
 import threading
@@ -32,7 +32,7 @@ CLOSE_S = 5.0
 
 
 class RowBroadcast:
-    """Replaces `broadcast.BroadcastGroup`. `group`: rank 0's own."""
+    """Takes the place of `broadcast.BroadcastGroup`. `group`: rank 0's own with the workers."""
 
     def __init__(self, group: BroadcastGroup, ranks: SendingRanks, timeout_s: float) -> None:
         self.backend, self._group, self._timeout_s = group.backend, group, timeout_s

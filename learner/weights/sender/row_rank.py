@@ -1,5 +1,8 @@
-"""A rank other than 0 that sends its own rows. A thread sends the version that rank 0 orders, or nothing: rows of two
-versions would pass every checksum."""
+"""A rank other than 0 that sends its own rows.
+
+`publish` waits for rank 0, which chooses the copy, because it knows which version it still offers. A thread reads rank
+0's orders and sends the version that each names, or nothing: rows of two versions would pass every checksum.
+"""
 
 import logging
 import threading
@@ -156,7 +159,7 @@ class RowRank:
     def _guard(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except dist.DistError:  # the learner ends as a whole
+        except dist.DistError:  # rank 0 is gone: the learner ends as a whole
             log.warning("weights: rank 0 is out of reach")
         except BaseException as error:  # outermost boundary
             log.exception("weights: a thread of rank %d ended", self._ranks.rank)

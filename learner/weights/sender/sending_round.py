@@ -36,8 +36,8 @@ class SendingRound:
     copies: DoubleBuffer
 
     async def offer(self, members: list[Member], stale: Callable[[], list[Member]]) -> list[Member]:
-        """Returns the ready ones of `members`; late ones get the next round. `stale`: who would take the newest
-        policy."""
+        """Returns the ready ones of `members`; late ones get the next round. `stale`: the members that would take the
+        newest policy now."""
         for member in members:
             self.members.say(member, member.offer(self.number))
         while True:
@@ -132,7 +132,7 @@ class SendingRound:
         return [member for member in received if not member.gone and isinstance(member.answer, protocol.Loaded)]
 
     async def broadcast(self, ready: list[Member]) -> str:
-        """Returns why the broadcast broke. A failed member ends it at once."""
+        """Returns why the broadcast broke, if it did. A member that fails or dies ends it at once."""
         sending = self.transport.send(self.policy, self.copies, self.plan.digest)
         sending.add_done_callback(lambda _: self.members.changed.set())
 
@@ -154,7 +154,7 @@ class SendingRound:
             broken = "a server was lost or failed in the broadcast"
             for member in ready:
                 failed = isinstance(member.answer, protocol.Failed) and not self.transport.at_fault
-                member.spoilt = member.spoilt or failed
+                member.spoilt = member.spoilt or failed  # the others go on
             sending.add_done_callback(lambda future: future.exception())  # asyncio must not log it
         self.transport.give_up()
         self._say(ready, protocol.Cancel(round=self.number, reason=broken))

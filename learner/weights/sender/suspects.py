@@ -20,7 +20,7 @@ class Suspects:
         self._until: dict[str, float] = {}
 
     def blame(self, name: str, cost_s: float) -> float:
-        """Returns the seconds for which the server is left out."""
+        """The server spoilt a round that took `cost_s`. Returns the seconds for which it is left out."""
         key = self._key(name)
         self._failures[key] = self._failures.get(key, 0) + 1
         pause_s = min(cost_s * 2.0 ** (self._failures[key] - 1), MOST_PAUSE_S)

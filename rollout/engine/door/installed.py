@@ -31,6 +31,7 @@ def cpu_head_sizes() -> Iterator[int]:
 
 
 def attention_of_cohere() -> ast.AST | None:
+    """The attention of Cohere's models, which makes windows of its own; None without vLLM."""
     return definition("vllm.model_executor.models.commandr.CohereAttention")
 
 

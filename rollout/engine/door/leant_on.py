@@ -12,11 +12,12 @@ from configs.releases.needs import Need
 from configs.releases.source import Source
 
 OLDEST, NEWEST_RUN, NEWEST_READ = "0.26", "0.32", "0.33"
-"""The third was judged by its wheel alone."""
+"""The first two were run; the third was judged from its wheel alone."""
 REMEDY = f"install a vLLM that was run, {OLDEST} to {NEWEST_RUN}"
 API_SERVER = "vllm.entrypoints.openai.api_server"
 LOGGER = "vllm"
 ENGINE_TARGET = "EngineCoreProc.run_engine_core"
+"""What vLLM's engine process runs."""
 IMPORTED = "the engine process imports it before it has work"
 RELOAD_LOGGER = "vllm.model_executor.model_loader.reload.layerwise"
 
@@ -417,7 +418,7 @@ def lacking_in(source: Source) -> tuple[str, ...]:
 
 @cache
 def lacking() -> tuple[str, ...]:
-    """Reads 140 files, for a second."""
+    """What the installed vLLM lacks. Reads 140 files, for a second."""
     source = installed()
     return () if source is None else lacking_in(source)
 

@@ -13,15 +13,15 @@ from configs.expert_models import OTHER_MIXTURE, failing, proven
 from rollout.engine.door.vllm_worker import RoutedExperts
 
 WRITE_THEMSELVES = ("GptOssForCausalLM",)
-"""Their `load_weights` passes by the loaders that vLLM's reload wraps, so a reload would leave the old experts. They
-load in place if the kernel keeps experts as in the file."""
+"""Classes whose `load_weights` writes into the experts' parameters past the loaders that vLLM's reload wraps: after a
+reload they would have the old experts. They load in place if the kernel keeps experts as in the file."""
 METHOD = "UnquantizedFusedMoEMethod"
 BACKENDS = ("CPU", "TRITON")
 """Compared kernels; others arrange gate_up in another order."""
 
 
 def refusal(model: torch.nn.Module, vllm_config: Any) -> str:
-    """Return why no policy may be loaded into the experts, or ""."""
+    """Return why no policy may be loaded into the experts, or "". A mixture that is not refused may need a trial."""
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
     if vllm_config.lora_config is not None:  # the base is never loaded again
         return triton_on_cpu(layers) if vllm_config.device_config.device_type == "cpu" else ""
@@ -67,7 +67,7 @@ def needs_trial(model: torch.nn.Module, vllm_config: Any) -> bool:
 
 
 def loads_in_place(model: torch.nn.Module, device: torch.device) -> bool:
-    """Whether `load_weights` may write into the kernel's parameters."""
+    """Whether `load_weights` of a model with experts may write into the parameters that the kernel reads."""
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
     kept = device.type == "cuda" and all(is_kept(layer.quant_method) for layer in layers)
     return kept and type(model).__name__ in WRITE_THEMSELVES

@@ -28,7 +28,7 @@ LOAD_S = 600.0
 
 
 class TriedEngine(Protocol):
-    """vLLM's engine."""
+    """vLLM's engine (`rollout/engine/vllm_engine.py`)."""
 
     @property
     def vocabulary(self) -> int: ...
@@ -41,7 +41,7 @@ class TriedEngine(Protocol):
 
 
 async def try_reloads(engine: TriedEngine, kinds: Sequence[str]) -> None:
-    """Raise ConfigError if a load is wrong or kills vLLM."""
+    """Raise ConfigError, naming the kind of weight, if a load is wrong or kills vLLM."""
     try:
         await _try_all(engine, kinds)
     except (EngineDead, EngineError) as error:
@@ -66,7 +66,8 @@ async def _try_all(engine: TriedEngine, kinds: Sequence[str]) -> None:
 
 
 def drawn_texts(vocabulary: int, longest: int) -> list[list[int]]:
-    """`longest` has room for tokens decoded after the last text, and one that vLLM samples after each scored text."""
+    """Random texts. `longest` has room for tokens decoded after the last text, and one that vLLM samples after each
+    scored text."""
     draw, room = random.Random(0), longest - DECODED - 1
     return [[draw.randrange(vocabulary) for _ in range(max(2, min(length, room)))] for length in LENGTHS]
 
@@ -84,7 +85,7 @@ async def _scores(engine: TriedEngine, texts: Sequence[list[int]]) -> list[float
 
 
 async def _decoding_is_off(engine: TriedEngine, prompt: list[int]) -> float:
-    """Compare decoded tokens with a prompt of them."""
+    """Mean difference of decoded tokens' log-probabilities from those of the same tokens in a prompt."""
     answer = await engine.generate(prompt, DECODED, 1.0)
     read = (await engine.probe(prompt + list(answer.tokens)))[len(prompt) - 1 :]
     return _mean(list(answer.logprobs), read)

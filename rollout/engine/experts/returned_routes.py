@@ -22,6 +22,7 @@ class RowsKept:
         self._data, self._like = bytearray(), np.zeros((0, 0, 0), np.uint8)
 
     def add(self, rows: np.ndarray) -> None:
+        """`rows`: [tokens, layers, k]."""
         self._data += rows.tobytes()
         self._like = rows[:0]
 

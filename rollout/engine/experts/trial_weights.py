@@ -24,7 +24,7 @@ def kind_of(name: str) -> str:
 
 
 class TrialWeights:
-    """Weights for a worker. Raises FolderError without weight files."""
+    """Weights for a worker on `device`. Raises FolderError for a model without files of weights."""
 
     def __init__(self, model_config: Any, device: torch.device) -> None:
         text = model_config.hf_text_config

@@ -27,6 +27,7 @@ SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 MANIFEST = "manifest.json"
 PREFIX = "base_model.model."
 STILL_S = 30.0
+"""Seconds between lines of the log while a model is read."""
 UNSERVED = ("use_dora", "lora_bias", "modules_to_save", "rank_pattern", "alpha_pattern", "layer_replication")
 """PEFT's settings that change what an adapter computes."""
 
@@ -102,14 +103,14 @@ def is_adapter(folder: Path) -> bool:
 
 
 def same_model(one: str, other: str) -> bool:
-    """Compare real paths, or only last parts if one is not here."""
+    """Whether paths or hub names may mean the same model, by the last parts if one leads nowhere here."""
     if Path(one).is_dir() and Path(other).is_dir():
         return Path(one).resolve() == Path(other).resolve()
     return Path(one).name == Path(other).name
 
 
 def base_digest(checkpoint: Path) -> str:
-    """Return the learner's digest of the base, or ""."""
+    """Return the learner's digest of the base weights in a checkpoint's manifest, or ""."""
     manifest = checkpoint / MANIFEST
     found = json.loads(manifest.read_text(encoding="utf-8")).get("adapter") if manifest.is_file() else None
     return str(found["base"]) if isinstance(found, dict) and "base" in found else ""
@@ -145,8 +146,8 @@ def last_word(command: Sequence[str], every_s: float = STILL_S) -> str:
 
 
 def evaluated_as(config: Config, models: Sequence[Path]) -> Config:
-    """Add the `model.lora` that `models` need. Raises ConfigError for an adapter of another base, or other whole
-    weights beside adapters; ValueError as `problem`."""
+    """Return `config` with the `model.lora` that `models` need. Raises ConfigError if an adapter has another base, or
+    other whole weights stand beside adapters; ValueError as `problem`."""
     path, lora, problems = config.model.path, None, []
     adapters = [AdapterFolder.read(model) for model in models if is_adapter(model)]
     for adapter in adapters:

@@ -34,7 +34,7 @@ class AdapterLoad:
         return Regions(problem="an adapter is loaded from whole tensors")
 
     def load_staged(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Raises ValueError if vLLM has other layers."""
+        """Raises ValueError if vLLM's model has other layers."""
         self._copies.load(weights)
 
     def forget_staged(self) -> None:
@@ -77,7 +77,7 @@ class AdapterSlot:
                 yield from ((f"{name}{kind}.{index}", buffer) for index, buffer in enumerate(buffers))
 
     def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Raises ValueError if a target layer is missing."""
+        """Raises ValueError if a layer of `model.lora.targets` is missing."""
         self.place(weights, whole=True)
 
     def place(self, weights: Iterator[tuple[str, torch.Tensor]], whole: bool = False) -> None:

@@ -22,10 +22,11 @@ ABSENT = (
     *("connector", "ec_connector", "aux_output_connector", "perf_metrics", "num_spec_tokens", "use_pp"),
     *("defer_block_free", "need_mamba_block_aligned_split", "needs_kv_cache_zeroing", "enable_return_routed_experts"),
 )
-"""The last means routes up to vLLM 0.30, `aux_output_connector` since."""
+"""Attributes that forbid plain steps. The last one means returned routes up to vLLM 0.30, `aux_output_connector`
+since."""
 RUNNING = RequestStatus.RUNNING
 (STALE,) = {"num_stale_output_tokens", "async_tokens_to_discard"} & {*Request.__init__.__code__.co_names}
-"""Tokens launched before a preemption."""
+"""Name of the count of tokens launched before a request was preempted."""
 stale = attrgetter(STALE)
 
 
@@ -104,6 +105,7 @@ class PlainSteps(Scheduler):
             self.running, (self.max_num_running_reqs, self.max_num_active_reqs) = running, limits
 
     def _rl_ahead(self) -> int:
+        """Tokens that a sequence counts before they are sampled."""
         return int(isinstance(self, AsyncScheduler))
 
     def rl_take(self, step: Any, output: Any, logprobs: list[float], version: int) -> dict[str, int]:
@@ -135,7 +137,7 @@ class PlainSteps(Scheduler):
 
 
 def touch_blocks_at_their_ends(cache: Any, block_size: int) -> None:
-    """Look for blocks only where a token begins one, and share only full ones.
+    """Have vLLM look for a block only where a token begins one, and share only full ones.
 
     vLLM does both for every token, a quarter of its scheduler's time.
     """

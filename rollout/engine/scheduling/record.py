@@ -14,7 +14,7 @@ SAME = ("client_index", "arrival_time", "mm_features", "lora_request", "cache_sa
 
 @dataclass(eq=False, slots=True)
 class Record:
-    """Samples of one request: [tokens] float32 and int32, and routes."""
+    """What was sampled for one request: [tokens] float32 and [tokens] int32, and its routes."""
 
     request: Request
     logprobs: "array[float]" = field(default_factory=lambda: array("f"))
@@ -22,7 +22,7 @@ class Record:
     rows: RowsKept = field(default_factory=RowsKept)
     stops: frozenset[int] = frozenset()
     most: int = 0
-    """It ends at so many tokens in any case; 0: it is always vLLM's."""
+    """Sampled tokens at which it ends in any case; 0: it is always vLLM's."""
 
     @classmethod
     def of(cls, request: Request, max_model_len: int) -> "Record":

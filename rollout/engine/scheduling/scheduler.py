@@ -23,7 +23,8 @@ from rollout.engine.scheduling.record import Record, alike
 
 REPORT_S = 0.2
 END_WAITS = 0.01
-"""Share of their lifetime that finished sequences may wait to share a message, which wakes the front process."""
+"""Finished sequences wait for at most this share of their lifetime, so that several share one message, which wakes the
+front process."""
 
 
 class KeepingScheduler(PlainSteps):
@@ -49,7 +50,7 @@ class KeepingScheduler(PlainSteps):
         return super().schedule(throttle_prefills) if step is None else step
 
     def finish_requests(self, request_ids: Any, finished_status: Any) -> Any:
-        """Requests end before their last token; None: all."""
+        """Called for requests that end before their last token; None: all."""
         finished = super().finish_requests(request_ids, finished_status)
         for request in finished:
             self.rl_records.pop(request.request_id, None)
@@ -137,7 +138,7 @@ class KeepingScheduler(PlainSteps):
 
 
 class KeepingAsyncScheduler(KeepingScheduler, AsyncScheduler):
-    """For steps that are scheduled before the last one's tokens are there."""
+    """The same where vLLM schedules a step before it has the last one's tokens."""
 
 
 def scheduler(*, vllm_config: Any, **rest: Any) -> KeepingScheduler:

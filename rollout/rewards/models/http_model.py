@@ -1,7 +1,7 @@
 """Calls of a model server over HTTP, for rewards and teachers.
 
-Temporary failures (no connection, timeout, status 429 or 5xx) are tried again with growing waits; others are
-RewardErrors.
+Temporary failures (no connection, timeout, status 429 or 5xx) are tried again with growing waits; any other one, and
+the last, is a RewardError.
 """
 
 import asyncio
@@ -88,7 +88,7 @@ class HttpModel(Section):
             await self._session.close()
 
     async def post(self, path: str, body: dict[str, Any]) -> Any:
-        """Raises RewardError, ServersAway."""
+        """Return the JSON that a server answers. Raises RewardError, ServersAway."""
         if self._session is None:
             self._session = self._open()
         body = {"model": self.model, **body} if self.model else body

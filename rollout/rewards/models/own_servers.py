@@ -1,4 +1,4 @@
-"""Waits for the run's own reward or teacher servers."""
+"""Waits for the run's own reward or teacher servers, which are asked every second while somebody waits."""
 
 import asyncio
 import logging
@@ -24,6 +24,7 @@ class OwnServers:
         await asyncio.shield(self._asking)
 
     def lost(self) -> None:
+        """Ask the servers again."""
         if self._asking is not None and self._asking.done():
             self._asking = None
 

@@ -1,4 +1,5 @@
-"""The reward `reward_model`: the raw logit of a sequence classifier under `vllm serve`."""
+"""The reward `reward_model`: the raw logit of a sequence classification model, from `vllm serve` in its pooling
+mode."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -48,7 +49,7 @@ class RewardModel(HttpModel):
     async def __call__(
         self, solution_strs: list[str], ground_truths: list[Any], rows: list[dict[str, Any]]
     ) -> list[float]:
-        """Raises RewardError."""
+        """Return a logit for each answer. Raises RewardError."""
         body = {"input": self.question(solution_strs, ground_truths, rows), "use_activation": False}
         reply = await self.post("/classify", body)
         try:

@@ -62,7 +62,7 @@ def test_a_norm_that_overflows_though_its_parts_are_finite(tmp_path: Path, mesh)
 
 @pytest.mark.parametrize(("value", "skipped", "zero"), [(0.25, 0, 0), (0.0, 0, 1), (torch.inf, 1, 0)])
 def test_a_version_that_is_held_changes_no_weight(tmp_path: Path, mesh, value: float, skipped: int, zero: int) -> None:
-    """Its metrics tell of the gradient as those of a step do."""
+    """Its metrics describe the gradient as the metrics of a step do."""
     policy = policy_of(tiny_model(tmp_path), mesh)
     optimizer, before = algorithm_of(policy, 64).optimizer, world.weights(policy)
     for parameter in policy.parameters():

@@ -271,7 +271,7 @@ def test_delta_rules_in_float32_are_refused_before_a_server_on_a_cpu_starts(tmp_
 
 
 def test_images_whose_tokens_see_later_ones_are_refused_before_a_server_on_a_cpu_starts(tmp_path):
-    """vLLM computes them causally there, without a word."""
+    """vLLM computes them causally there and warns of nothing."""
     given = {"model_type": "gemma3", "vision_config": {"image_size": 896}, "text_config": {}, "image_token_index": 7}
     (tmp_path / "config.json").write_text(json.dumps(given))
     run = of_model(tmp_path)

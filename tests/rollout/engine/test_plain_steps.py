@@ -181,7 +181,7 @@ def test_steps_requests_and_tokens_are_those_of_vllm(kind, seed, blocks, config)
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_where_no_block_is_left_for_a_sequence_vllm_preempts_one(kind, config):
-    """Two sequences decode and none waits: only the count of free blocks tells that vLLM has to decide."""
+    """Two sequences decode and none waits: only the count of free blocks shows that vLLM has to decide."""
     ahead, second = KINDS[kind]
     model = PlayedModel(
         scheduler_of(KeepingScheduler if ahead == 1 else KeepingAsyncScheduler, config, 8), ahead, sample
