@@ -99,13 +99,13 @@ def both(args: argparse.Namespace) -> list[dict[str, Any]]:
                 found[keys].append(answer(process))
     rows = []
     for turn, (ours, other) in enumerate(zip(found["silent"], found[args.against], strict=True)):
+        case = f"{args.case}, turn {turn + 1}"
         failed = [
             f"{keys}: {run['error']}" for keys, run in (("silent", ours), (args.against, other)) if "error" in run
         ]
         if failed:
-            rows.append(ResultRow("FAILED", 0.0, "", "; ".join(failed)))
+            rows.append(ResultRow("FAILED", 0.0, "", "; ".join(failed), case=case))
             continue
-        case = f"{args.case}, turn {turn + 1}"
         for key in ("sampled tokens/s", "mfu", "first version s", "learner works", "waits s/version"):
             if key in ours:
                 rows.append(ResultRow(key, ours[key], "", args.against, other[key], case))

@@ -14,6 +14,7 @@ Prints one table; writes `benchmarks/results/mixture.json`.
 
 import argparse
 import random
+import re
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import combinations_with_replacement, permutations
@@ -65,6 +66,11 @@ class Plan(NamedTuple):
     @property
     def name(self) -> str:
         return f"{'difficulty' if self.by_difficulty else 'uniform'}-staleness{self.staleness}-seed{self.seed}"
+
+
+def name_of(args: argparse.Namespace, plan: Plan) -> str:
+    """The name of the run: of its plan, and of what `--set` changes."""
+    return plan.name + "".join("-" + re.sub(r"[^\w.-]", "", word.partition(".")[2]) for word in args.set)
 
 
 def kind_of(numbers: Sequence[int], target: int) -> str:
@@ -130,7 +136,7 @@ def config_of(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
     config: dict[str, Any] = yaml.safe_load((FILES / "quickstart.yaml").read_text(encoding="utf-8"))
     fit = {"path": f"{args.work}/data/fit.parquet", "samples": ANSWERS, "temperature": 1.0}
     own = {
-        "run": {"folder": str(args.work), "name": plan.name, "seed": plan.seed, "versions": args.versions},
+        "run": {"folder": str(args.work), "name": name_of(args, plan), "seed": plan.seed, "versions": args.versions},
         "model": {"path": f"{args.work}/model-seed{plan.seed}"},
         "data": {"train": f"{args.work}/data/train.parquet", "eval": {"fit": fit}},
         "batch": {"max_staleness": plan.staleness},
@@ -160,7 +166,7 @@ def tokens_to_goal(records: Sequence[dict[str, Any]]) -> tuple[int, float] | Non
 
 def play(args: argparse.Namespace, plan: Plan) -> list[dict[str, Any]]:
     """Run until the goal is reached or the versions are trained; the records. A run that has them is only read."""
-    folder = args.work / plan.name
+    folder = args.work / name_of(args, plan)
 
     def done() -> bool:
         records = records_in(folder / "metrics.jsonl")

@@ -121,10 +121,10 @@ def main(argv: Sequence[str]) -> int:
         if config.learner.ranks > 1 and "RANK" not in os.environ:
             return ranks.start(argv, config.learner)
         finished = train(config, configure_process(config, device), phases, form)
-    except (ConfigError, KeysError, RefusedError, OutOfMemory, *OVER) as error:
+    except (ConfigError, KeysError, RefusedError, OutOfMemory, process.NoCertificate, *OVER) as error:
         print_visible(f"{PROG}: {error}", sys.stderr)
         over = isinstance(error, OVER)
-        return FAILED if isinstance(error, OutOfMemory) else GIVEN_UP if over else BAD_INPUT
+        return FAILED if isinstance(error, OutOfMemory | process.NoCertificate) else GIVEN_UP if over else BAD_INPUT
     if finished is None:
         return DONE
     if os.environ.get("RANK", "0") == "0":

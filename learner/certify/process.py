@@ -25,12 +25,15 @@ from configs.load import ConfigError
 from configs.schema import Config, ModelConfig
 from configs.variables import gloo_here, run_folder
 from learner.certify.certifier import certify, key_of
-from learner.certify.ranks import Pair
+from learner.certify.ranks import Pair, RankKilled, how_ended
 from learner.model import loading, state
 from learner.model.exactness import REMEDY, check_adapter, check_exact, check_shareable, named
 
 log = logging.getLogger(__name__)
 LIMIT_S = 600.0
+ENDING_S = 10.0
+MEMORY = ("can't allocate memory", "not enough memory")
+"""In torch's errors of a CPU without memory."""
 
 
 class NoCertificate(RuntimeError):
@@ -84,19 +87,33 @@ def _forked(target: Callable[..., str], model: ModelConfig, given: tuple[bool, .
     process.start()
     theirs.close()
     try:
-        found: tuple[str, str] | None = ours.recv() if ours.poll(limit_s) else None
+        found: tuple[str, str, bool] | None = ours.recv() if ours.poll(limit_s) else None
+        code = None
     except EOFError:
         found = None
+        process.join(ENDING_S)
+        code = process.exitcode
     finally:
         process.kill()
         process.join()
         ours.close()
     if found is None:
-        raise NoCertificate(f"the process that certifies {model.path} ended or gave no certificate in {limit_s:g} s")
-    answer, problem = found
+        raise NoCertificate(f"model.path: {model.path}: {_end(code, limit_s)}")
+    answer, problem, short = found
+    if short:
+        why = f"memory is short while its certificate is made ({problem}); free memory"
+        raise NoCertificate(f"model.path: {model.path}: {why}")
     if problem:
         raise ConfigError([f"model.path: {model.path}: it cannot be tried ({problem}); {REMEDY}"])
     return answer
+
+
+def _end(code: int | None, limit_s: float) -> str:
+    """Say how the process ended that gave no certificate. `code`: its exit code; None: it took too long."""
+    if code is None:
+        return f"its certificate was not made in {limit_s:g} s; start again on a machine that is less busy"
+    memory = ", as the kernel does when memory is short; free memory, or allow the job more" * (-code == signal.SIGKILL)
+    return f"the process that makes its certificate {how_ended(code)}{memory}"
 
 
 @contextmanager
@@ -127,9 +144,10 @@ def _answer(
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.getLogger("learner.model").setLevel(logging.ERROR)  # the run's own policy warns of the same
     try:
-        connection.send((target(model, *given), ""))
+        connection.send((target(model, *given), "", False))
     except Exception as error:  # of transformers' code, which this process alone runs
-        connection.send(("", named(error)))
+        short = isinstance(error, MemoryError | RankKilled) or any(words in str(error) for words in MEMORY)
+        connection.send(("", named(error), short))
 
 
 def _make(model: ModelConfig, share: bool, splits: bool) -> str:

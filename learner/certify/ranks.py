@@ -3,6 +3,7 @@
 An error of one rank ends both; the next question starts two others.
 """
 
+import signal
 import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -35,6 +36,7 @@ from learner.model.policy import Policy
 
 RANKS = 2
 LIMIT_S = 120.0
+ENDING_S = 10.0
 OPTIONS = LearnerConfig(
     gather="batch", activation_checkpointing="block", head_chunk_tokens=16, compile=False, share_prompts=False
 )
@@ -63,6 +65,21 @@ class Answer:
     unmet: str = ""
     """Why the ranks did not meet."""
     error: str = ""
+
+
+def how_ended(code: int) -> str:
+    """Say how a process with this exit code ended. Example: `how_ended(-9) == "was ended by SIGKILL"`."""
+    if code >= 0:
+        return f"ended with exit code {code}"
+    known = -code in {each.value for each in signal.Signals}
+    return f"was ended by {signal.Signals(-code).name if known else f'signal {-code}'}"
+
+
+class RankKilled(Exception):
+    """The kernel kills processes when memory is short: no fault of the model."""
+
+    def __str__(self) -> str:
+        return f"a rank was killed by {signal.SIGKILL.name}"
 
 
 class Pair:
@@ -95,12 +112,15 @@ class Pair:
         for (_, connection), share in zip(self._ranks, shares, strict=True):
             with suppress(OSError):  # a rank that has ended has left the reason
                 connection.send((model.model_dump(), list(share), sharing))
-        for _, connection in self._ranks:
+        for process, connection in self._ranks:
             try:
                 late = Answer(error=f"a rank gave no answer for {LIMIT_S:g} s")
                 answers.append(connection.recv() if connection.poll(LIMIT_S) else late)
             except (EOFError, OSError):
-                answers.append(Answer(error="the process of a rank has ended"))
+                process.join(ENDING_S)
+                if process.exitcode == -signal.SIGKILL:
+                    raise RankKilled from None
+                answers.append(Answer(error=f"the process of a rank {how_ended(process.exitcode or 0)}"))
         if any(answer.unmet or answer.error for answer in answers):
             self.close()
         return answers

@@ -196,9 +196,19 @@ def _unfit_weights(found: dict[str, Any]) -> Iterator[str]:
 
 
 def _left_out(read: PreTrainedModel, found: dict[str, Any]) -> Iterator[str]:
-    layers = {name for name, module in read.named_modules() if name and next(module.children(), None) is None}
-    if others := sorted(key for key in map(str, found["unexpected_keys"]) if key.rpartition(".")[0] in layers):
+    layers = {name for name, module in read.named_modules() if name and _may_lack(module)}
+    computed = {name for name, _ in read.named_buffers()}
+    keys = {str(key) for key in found["unexpected_keys"]} - computed
+    if others := sorted(key for key in keys if key.rpartition(".")[0] in layers):
         yield f"its files have {len(others)} tensors of layers that have none such in config.json, such as {others[0]}"
+
+
+def _may_lack(module: nn.Module) -> bool:
+    """Whether the module may lack a tensor that the files have. Modules with buffers alone, such as rotary embeddings,
+    are computed from the config."""
+    if next(module.children(), None) is not None:
+        return False
+    return next(module.parameters(), None) is not None or next(module.buffers(), None) is None
 
 
 def _read(model: ModelConfig) -> dict[str, Tensor]:

@@ -58,20 +58,20 @@ def main(argv: Sequence[str]) -> int:
         ranks.check_environment(config.learner, os.environ)
         device = choose_device(config)
         fitting = known(config)
+        check_past(config)
         if process.leads(os.environ):
             process.require(config, prompts=False)
         else:
             process.checked(config.model, False)
-        check_past(config)
         if config.learner.ranks > 1 and "RANK" not in os.environ:
             return ranks.start(["sft", *argv], config.learner)
         if os.environ.get("RANK", "0") == "0":
             take_folder(config.run.path)
         tune(config, fitting, configure_process(config, device))
-    except (ConfigError, OutOfMemory, NoDiskSpace, StepsSkipped) as error:
+    except (ConfigError, OutOfMemory, process.NoCertificate, NoDiskSpace, StepsSkipped) as error:
         print_visible(f"{PROG}: {error}", sys.stderr)
         over = isinstance(error, NoDiskSpace | StepsSkipped)
-        return FAILED if isinstance(error, OutOfMemory) else GIVEN_UP if over else BAD_INPUT
+        return FAILED if isinstance(error, OutOfMemory | process.NoCertificate) else GIVEN_UP if over else BAD_INPUT
     return DONE
 
 

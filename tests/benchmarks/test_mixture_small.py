@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.mixture import KINDS, Plan, config_of, plans, problems, rows_of, texts, tokens_to_goal
+from benchmarks.mixture import KINDS, Plan, config_of, name_of, plans, problems, rows_of, texts, tokens_to_goal
 from configs.schema import Config
 from rollout.rewards.countdown import compute_score
 
@@ -57,3 +57,10 @@ def test_two_runs_of_a_pair_differ_in_their_draws_only(tmp_path: Path) -> None:
     kept = {"run": uniform.run, "buffer": uniform.buffer, "data": uniform.data}
     assert chosen.model_copy(update=kept) == uniform
     assert chosen.data.model_copy(update={"difficulty": None}) == uniform.data
+
+
+def test_a_run_with_other_keys_is_another_run() -> None:
+    """What is in the folder is read as it is: figures of other keys would be taken for those of these."""
+    (plan, _), sets = plans([3], [4], []), (["learner.lr=8e-4"], ["learner.lr=1e-3"], [])
+    names = [name_of(argparse.Namespace(set=words), plan) for words in sets]
+    assert names[0] == "uniform-staleness4-seed3-lr8e-4" and len(set(names)) == 3

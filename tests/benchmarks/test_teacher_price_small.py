@@ -42,3 +42,21 @@ def test_commands_that_measure_side_by_side_keep_each_other_s_figures(
     assert main() == 0
     assert {row["case"]: row["value"] for row in earlier(out)} == {"none, speck": 100.0, "shared, speck": 90.0}
     assert json.loads(out.read_text())["rows"][1]["ratio"] == 0.9
+
+
+def test_a_command_that_measures_nothing_leaves_the_figures_of_another_day(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "price.json"
+    write(out, "teacher_price", [ResultRow(TOKENS, 100.0, "1/s", case="none, speck").line()], show=False)
+    before = out.read_text().replace('"date": "', '"date": "before ')
+    out.write_text(before)
+
+    def fails(args: object, case: str) -> list[ResultRow]:
+        raise TimeoutError("no version")
+
+    monkeypatch.setattr(teacher_price, "measured", fails)
+    words = ["--shape", "speck", "--cases", "shared", "--work", str(tmp_path / "work"), "--out", str(out)]
+    monkeypatch.setattr(sys, "argv", ["teacher_price", *words])
+    assert main() == 1
+    assert out.read_text() == before

@@ -1,6 +1,7 @@
 """A version complete in the staging copies: `load` it, with nothing paused, then `loaded`."""
 
 import logging
+import math
 import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -73,7 +74,7 @@ async def confirm(
             say(Failed(round=go.round, reason=str(error), fatal=True))
             raise WeightsError(str(error)) from None
         difference = sum(abs(a - b) for a, b in zip(ours, theirs, strict=True)) / len(ours)
-        if not difference <= probe.tolerance:
+        if not (math.isfinite(difference) and difference <= probe.tolerance):
             reason = (
                 f"version {go.version}: the probe's log-probabilities differ by {difference:.4g} nat on average "
                 f"(weights.probe_tolerance {probe.tolerance:.3g}): {_few(ours)} here, {_few(theirs)} at the learner"

@@ -1,8 +1,12 @@
 """A run needs a certificate that holds. It is made once for a model and code, and kept in the run's folder."""
 
+import multiprocessing
 import os
+import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +18,7 @@ from configs.load import ConfigError
 from configs.schema import Config, ModelConfig
 from learner.certify import certifier, process
 from learner.certify.certifier import key_of
+from learner.certify.ranks import Pair
 from learner.model import loading
 from learner.model.shrink import small
 from tests.harness.world import tiny_model
@@ -188,6 +193,57 @@ def test_an_error_that_nobody_knows_refuses_the_model_in_one_line() -> None:
     assert line.startswith("model.path: m: it cannot be tried (EOFError: no such layer in 1); take a model of a type")
 
 
-def test_a_process_that_ends_is_named() -> None:
-    with pytest.raises(process.NoCertificate, match=r"the process that certifies m ended or gave no certificate in"):
-        process._forked(dies, ModelConfig(path="m"), (True,), 60.0)
+def killed(model: ModelConfig, *given: bool) -> str:
+    os.kill(os.getpid(), signal.SIGKILL if given[0] else signal.SIGSEGV)
+    return ""
+
+
+def without_memory(model: ModelConfig, *given: bool) -> str:
+    if given[0]:
+        raise MemoryError
+    raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
+
+
+def waits(model: ModelConfig, *given: bool) -> str:
+    time.sleep(60)
+    return ""
+
+
+@pytest.mark.parametrize(
+    ("target", "given", "limit_s", "words"),
+    [
+        (dies, True, 60.0, "the process that makes its certificate ended with exit code 9"),
+        (killed, False, 60.0, "the process that makes its certificate was ended by SIGSEGV"),
+        (
+            killed,
+            True,
+            60.0,
+            "the process that makes its certificate was ended by SIGKILL, as the kernel does when m",
+        ),
+        (without_memory, True, 60.0, "memory is short while its certificate is made (MemoryError: ); free memory"),
+        (without_memory, False, 60.0, "memory is short while its certificate is made (RuntimeError: DefaultCPU"),
+        (waits, True, 0.2, "its certificate was not made in 0.2 s; start again on a machine that is less busy"),
+    ],
+)
+def test_the_end_of_its_process_is_named_and_not_blamed_on_the_model(
+    target: Any, given: bool, limit_s: float, words: str
+) -> None:
+    with pytest.raises(process.NoCertificate, match=re.escape(f"model.path: m: {words}")) as error:
+        process._forked(target, ModelConfig(path="m"), (given,), limit_s)
+    assert "\n" not in str(error.value)
+
+
+def of_a_killed_rank(model: ModelConfig, *given: bool) -> str:
+    with Pair(multiprocessing.get_context("fork"), process.prepare) as pair:
+        pair.start()
+        for rank, _ in pair._ranks:
+            os.kill(rank.pid or 0, signal.SIGKILL if given[0] else signal.SIGSEGV)
+        return pair.ask(model, [[], []])[0].error
+
+
+def test_a_rank_that_is_killed_for_its_memory_is_no_fault_of_the_model() -> None:
+    model, words = ModelConfig(path="m"), "memory is short while its certificate is made (RankKilled: a rank was killed"
+    with pytest.raises(process.NoCertificate, match=re.escape(words)):
+        process._forked(of_a_killed_rank, model, (True,), 60.0)
+    said = process._forked(of_a_killed_rank, model, (False,), 60.0)
+    assert said == "the process of a rank was ended by SIGSEGV"

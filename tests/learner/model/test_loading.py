@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from configs.load import ConfigError
 from configs.schema import ModelConfig
@@ -53,6 +53,26 @@ def test_a_tensor_that_no_layer_would_get_is_refused(leaf: str, tmp_path: Path) 
         read_whole(model)
     save_file(weights | other, tmp_path / FILE, {"format": "pt"})
     assert read_whole(model).num_parameters() > 0
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3"])
+def test_tensors_that_no_layer_needs_are_left_out(family: str, tmp_path: Path) -> None:
+    """Files of published models have heads for further tokens, angles of RoPE, scales of embeddings and tied heads."""
+    made = AutoModelForCausalLM.from_config(small(AutoConfig.for_model(family)))
+    made.save_pretrained(tmp_path)
+    weights = load_file(tmp_path / FILE)
+    head = weights.get("lm_head.weight", weights["model.embed_tokens.weight"])
+    attention, layer = "model.layers.0.self_attn", "model.layers.61"
+    names = (
+        *("model.rotary_emb.inv_freq", "model.rotary_emb.original_inv_freq", "model.rotary_emb.cos_cached"),
+        *("model.embed_tokens.embed_scale",) * (family == "gemma2"),
+        *(f"{attention}.rotary_emb.inv_freq", f"{attention}.masked_bias", "mtp.fc.weight"),
+        *(f"{layer}.mlp.gate.weight", f"{layer}.shared_head.head.weight", f"{layer}.eh_proj.weight"),
+    )
+    others = {name: torch.ones(4) for name in names}
+    save_file(weights | others | {"lm_head.weight": head.clone()}, tmp_path / FILE, {"format": "pt"})
+    read = read_whole(ModelConfig(path=str(tmp_path))).state_dict()
+    assert all(torch.equal(read[name], weight) for name, weight in made.state_dict().items())
 
 
 @pytest.mark.parametrize("family", ["nemotron_h", "gemma3", "qwen3_5", "qwen2_5_vl"])

@@ -216,6 +216,31 @@ def test_a_model_whose_certificate_fails_is_refused(tmp_path: Path, monkeypatch:
     assert asked == [(False, False)], "no row of a demonstration shares its prompt"
 
 
+def test_a_process_without_a_certificate_ends_the_run_in_one_line(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    def made(model: ModelConfig, share: bool, splits: bool) -> Certificate:
+        raise process.NoCertificate("model.path: m: memory is short")
+
+    monkeypatch.setattr(process, "made", made)
+    assert main(sft_run(tmp_path)[1:]) == 1
+    assert capsys.readouterr().err.endswith("python -m learner sft: model.path: m: memory is short\n")
+
+
+def test_the_folder_of_another_run_is_refused_before_a_certificate_is_made(
+    tmp_path: Path, monkeypatch: Any, capsys: Any
+) -> None:
+    """A certificate of this run would replace that run's own."""
+    words = sft_run(tmp_path)[1:]
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(
+        "model: {path: m}\ndata: {train: t.jsonl}\nreward: {function: countdown}\n"
+    )
+    monkeypatch.setattr(process, "made", lambda *given, **also: pytest.fail("a certificate was made"))
+    assert main(words) == 2
+    assert "sft.rows" in capsys.readouterr().err
+
+
 @pytest.mark.long
 @pytest.mark.xdist_group("ranks")
 def test_wrong_rows_end_it_before_anything_is_written(tmp_path: Path, fork: Fork) -> None:

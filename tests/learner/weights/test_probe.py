@@ -1,6 +1,8 @@
 """The probe: short enough for every server, digits if the tokenizer has them, a picture for models that see."""
 
+import asyncio
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -25,6 +27,7 @@ from learner.weights.probe import (
     tolerance_of,
 )
 from learner.weights.protocol import Probe, ProbeImage
+from learner.weights.receiver.staged import WeightsError, confirm
 from tests.harness.tiny_vlm import tiny_tokenizer
 
 
@@ -137,3 +140,27 @@ def test_a_text_that_the_policy_finds_unlikely_may_differ_by_its_rounding() -> N
     assert 2 * 0.113 < tolerance_of(WeightsConfig(), unlikely) < 0.5
     assert tolerance_of(WeightsConfig(), [-0.1, -0.3]) < 0.06
     assert tolerance_of(WeightsConfig(probe_tolerance=0.02), unlikely) == 0.02
+
+
+@pytest.mark.parametrize("theirs", [float("-inf"), float("nan")])
+def test_a_policy_without_finite_log_probabilities_passes_no_probe(theirs: float) -> None:
+    """Its limit is infinite, and so is the difference."""
+    logprobs = [-1.0, theirs]
+    probe = Probe(tokens=[1, 2, 3], logprobs=logprobs, tolerance=tolerance_of(WeightsConfig(), logprobs))
+    said: list[Any] = []
+
+    async def asked(*given: Any) -> Any:
+        return [-1.0, -2.0]
+
+    async def sent() -> Probe:
+        return probe
+
+    async def test() -> None:
+        go = SimpleNamespace(probe=True, version=3, round=1)
+        reception: Any = SimpleNamespace(go=go, probe=sent(), form=None)
+        engine: Any = SimpleNamespace(probe=asked)
+        await confirm(reception, engine, said.append, 0.0, 0.0)
+
+    with pytest.raises(WeightsError, match=r"log-probabilities differ by (inf|nan) nat"):
+        asyncio.run(test())
+    assert said[0].fatal
