@@ -54,7 +54,7 @@ LONGEST_S = 7200.0
 Problem = dict[str, Any]
 
 
-class Plan(NamedTuple):
+class MixturePlan(NamedTuple):
     """One run."""
 
     seed: int
@@ -68,7 +68,7 @@ class Plan(NamedTuple):
         return f"{'difficulty' if self.by_difficulty else 'uniform'}-staleness{self.staleness}-seed{self.seed}"
 
 
-def name_of(args: argparse.Namespace, plan: Plan) -> str:
+def name_of(args: argparse.Namespace, plan: MixturePlan) -> str:
     """The name of the run: of its plan, and of what `--set` changes."""
     return plan.name + "".join("-" + re.sub(r"[^\w.-]", "", word.partition(".")[2]) for word in args.set)
 
@@ -131,7 +131,7 @@ def prepare(work: Path, seeds: Sequence[int]) -> None:
         progress(make_model(work / f"model-seed{seed}", asked, make_tokenizer(), texts(rows, random.Random(seed))))
 
 
-def config_of(args: argparse.Namespace, plan: Plan) -> dict[str, Any]:
+def config_of(args: argparse.Namespace, plan: MixturePlan) -> dict[str, Any]:
     """The run file."""
     config: dict[str, Any] = yaml.safe_load((FILES / "quickstart.yaml").read_text(encoding="utf-8"))
     fit = {"path": f"{args.work}/data/fit.parquet", "samples": ANSWERS, "temperature": 1.0}
@@ -164,7 +164,7 @@ def tokens_to_goal(records: Sequence[dict[str, Any]]) -> tuple[int, float] | Non
     return version, sum(one["tokens_sampled"] for one in trained(records) if one["version"] <= version)
 
 
-def play(args: argparse.Namespace, plan: Plan) -> list[dict[str, Any]]:
+def play(args: argparse.Namespace, plan: MixturePlan) -> list[dict[str, Any]]:
     """Run until the goal is reached or the versions are trained; the records. A run that has them is only read."""
     folder = args.work / name_of(args, plan)
 
@@ -205,11 +205,11 @@ def rows_of(case: str, uniform: Sequence[dict[str, Any]], chosen: Sequence[dict[
     return [*found, ResultRow(f"share of the tokens{bound}", by_difficulty[1] / tokens, "", "target", TARGET, case)]
 
 
-def plans(seeds: Sequence[int], staleness: Sequence[int], gpus: Sequence[int]) -> list[Plan]:
+def plans(seeds: Sequence[int], staleness: Sequence[int], gpus: Sequence[int]) -> list[MixturePlan]:
     """All runs, in pairs of uniform and by difficulty; each takes the next two GPUs."""
     kinds = [(seed, age, chosen) for age in staleness for seed in seeds for chosen in (False, True)]
     pairs = [(gpus[at % len(gpus)], gpus[(at + 1) % len(gpus)]) if gpus else None for at in range(len(kinds))]
-    return [Plan(*kind, pair) for kind, pair in zip(kinds, pairs, strict=True)]
+    return [MixturePlan(*kind, pair) for kind, pair in zip(kinds, pairs, strict=True)]
 
 
 def main(argv: Sequence[str] | None = None) -> None:

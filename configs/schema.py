@@ -706,9 +706,10 @@ class WeightsConfig(Section):
     probe_every: Annotated[int, Field(ge=0)] = 10
     """Versions between comparisons of a fixed text's log-probabilities, server to learner; 0: checksums only."""
     probe_tolerance: Annotated[float, Field(gt=0)] | None = None
-    """Largest mean absolute difference of those log-probabilities, in nats; null: 0.05 and 1/64 of their mean size, or
-    1 with `rollout.engine.quantization` or `learner.matmul: fp8`. Correct weights differ by about 0.01 in bfloat16, by
-    0.05 in a large random model, by 0.6 to 0.8 if rounded to FP8; wrong ones by 2.6. In float32 set 1e-3."""
+    """Largest mean absolute difference of those log-probabilities, in nats; null: 0.05 plus 1/64 of their mean
+    absolute value, or 1 with `rollout.engine.quantization` or `learner.matmul: fp8`. Correct weights differ by about
+    0.01 in bfloat16, by 0.05 in a large random model, by 0.6 to 0.8 if rounded to FP8; wrong ones by 2.6. In float32
+    set 1e-3."""
 
     @property
     def tolerance(self) -> float:

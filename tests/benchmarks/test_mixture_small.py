@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from benchmarks.mixture import KINDS, Plan, config_of, name_of, plans, problems, rows_of, texts, tokens_to_goal
+from benchmarks.mixture import KINDS, MixturePlan, config_of, name_of, plans, problems, rows_of, texts, tokens_to_goal
 from configs.schema import Config
 from rollout.rewards.countdown import compute_score
 
@@ -50,7 +50,7 @@ def test_a_run_has_reached_its_goal_with_the_tokens_of_the_versions_until_then()
 def test_two_runs_of_a_pair_differ_in_their_draws_only(tmp_path: Path) -> None:
     args = argparse.Namespace(work=tmp_path, versions=10, set=["learner.lr=8e-4"])
     pair = plans([3], [4], [0, 1, 2])
-    assert pair == [Plan(3, 4, False, (0, 1)), Plan(3, 4, True, (1, 2))]
+    assert pair == [MixturePlan(3, 4, False, (0, 1)), MixturePlan(3, 4, True, (1, 2))]
     uniform, chosen = (Config.model_validate(config_of(args, plan)) for plan in pair)
     assert uniform.batch.max_staleness == 4 and uniform.learner.lr == 8e-4 and uniform.data.difficulty is None
     assert chosen.data.difficulty is not None and chosen.data.eval["fit"].samples == 2
