@@ -168,8 +168,9 @@ STRANGERS = {
 @in_loop
 async def test_strangers_fail_in_the_handshake_and_are_never_read(address: str, who: str) -> None:
     async with buffer(address=address) as it, speaker(it.address, STRANGERS[who]()) as stranger:
-        await stranger.socket.send(pack(1, hello("observer")))
+        sending = asyncio.ensure_future(stranger.socket.send(pack(1, hello("observer"))))  # waits for a connection
         assert await stranger.event(FAILED | zmq.EVENT_HANDSHAKE_SUCCEEDED) & FAILED
+        sending.cancel()
         async with client(it.address, "o", "observer") as observer:
             assert (await observer.expect(Status(), State)).errors == 0
         assert [peer.hello.name for peer in it.requests.handlers.peers.known.values()] == ["o"]
