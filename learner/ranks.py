@@ -6,6 +6,7 @@ import logging
 import os
 import signal
 import socket
+import subprocess
 import sys
 import threading
 from collections.abc import Callable, Mapping, MutableMapping, Sequence
@@ -32,6 +33,7 @@ LAST_S = 30.0
 """Time for ranks to end by themselves once the other nodes' have ended."""
 REACHED_S = 10.0
 MEETING = ("MASTER_ADDR", "MASTER_PORT")
+ELASTIC_HANDLES = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 
 def from_slurm(learner: LearnerConfig, environment: Mapping[str, str]) -> dict[str, str]:
@@ -151,18 +153,12 @@ def start(argv: Sequence[str], learner: LearnerConfig, environment: Mapping[str,
     first, local = node.number * node.local, range(node.local)
     shared = node.variables | {"WORLD_SIZE": str(learner.ranks), "LOCAL_WORLD_SIZE": str(node.local)}
     shared[ABOVE] = str(os.getpid())
-    context = start_processes(
-        "learner",
-        sys.executable,
-        args={rank: command("learner", *argv)[1:] for rank in local},
-        envs={rank: shared | {"RANK": str(first + rank), "LOCAL_RANK": str(rank)} for rank in local},
-        logs_specs=DefaultLogsSpecs(),
-    )
-
-    assert isinstance(context, SubprocessContext)
-    processes = [handler.proc for handler in context.subprocess_handlers.values()]
+    processes: list[subprocess.Popen[bytes]] = []
+    early: list[int] = []
 
     def pass_on(number: int) -> None:
+        if not processes:
+            early.append(number)
         for process in processes:
             process.send_signal(number)
 
@@ -170,10 +166,23 @@ def start(argv: Sequence[str], learner: LearnerConfig, environment: Mapping[str,
         node.stop(number, signals.count, pass_on)
         node.tell("signal", number, signals.count)
 
-    node.follow(pass_on)
-    # elastic's own handlers give ranks only 30 s
+    # elastic's own handlers give ranks only 30 s, and an exception while ranks are being started would lose them
+    os.environ[ELASTIC_HANDLES] = "SIGHUP"
     with (signals := StopSignals(drain=on_signal, force=on_signal)):
-        result = context.wait(period=0.2)
+        context = start_processes(
+            "learner",
+            sys.executable,
+            args={rank: command("learner", *argv)[1:] for rank in local},
+            envs={rank: shared | {"RANK": str(first + rank), "LOCAL_RANK": str(rank)} for rank in local},
+            logs_specs=DefaultLogsSpecs(),
+        )
+        assert isinstance(context, SubprocessContext)
+        processes += [handler.proc for handler in context.subprocess_handlers.values()]
+        for number in early:
+            pass_on(number)
+        node.follow(pass_on)
+        with signals:  # an older torch may have set its handlers whatever the variable says
+            result = context.wait(period=0.2)
     assert result is not None, "waited without timeout"
     code = DONE
     if result.failures:

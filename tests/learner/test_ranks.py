@@ -3,11 +3,13 @@
 
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -131,3 +133,18 @@ def test_ranks_that_say_how_the_run_ended_have_not_failed(stand_ins: StandIns, c
 
     assert stand_ins.start("ends", meanwhile) == 3
     assert "failed first" not in capfd.readouterr().err
+
+
+def test_a_signal_while_the_ranks_are_being_started_reaches_them(stand_ins: StandIns, monkeypatch) -> None:
+    """torch's own handler raised, and the ranks that were there stayed."""
+    begun, starts = [False], subprocess.Popen
+
+    def popen(*given: Any, **more: Any) -> Any:
+        if not begun[0]:
+            begun[0] = True
+            os.kill(os.getpid(), signal.SIGTERM)
+        return starts(*given, **more)
+
+    monkeypatch.setattr("torch.distributed.elastic.multiprocessing.subprocess_handler.subprocess_handler.Popen", popen)
+    assert ranks.start(["drains"], LearnerConfig(ranks=2), {}) in (0, 128 + signal.SIGTERM)
+    assert not any(process.cmdline()[-1:] == ["drains"] for process in psutil.Process().children())
