@@ -72,7 +72,10 @@ def test_a_family_is_trained_in_bfloat16_too(name: str, tmp_path: Path) -> None:
     config = loading.read_config(model)
     with torch.no_grad():
         exact, rounded = (
-            expected(loading.auto_class(config).from_pretrained(model.path, dtype=dtype).eval(), case)
+            expected(
+                loading.auto_class(config).from_pretrained(model.path, dtype=dtype, attn_implementation="eager").eval(),
+                case,
+            )  # PaliGemma's sdpa sees later tokens without a mask
             for dtype in (torch.float32, torch.bfloat16)
         )
     off, theirs = (float((x.detach() - exact).abs().mean()) for x in (ours, rounded))
