@@ -18,8 +18,9 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, TCPStore  # type: ignore[attr-defined]
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, start_processes
 from torch.distributed.elastic.multiprocessing.api import SubprocessContext
+from torch.distributed.elastic.multiprocessing.errors import ProcessFailure
 
-from configs.entrypoint import ABOVE, DONE, ENDINGS, FAILED, FORCING, PROGRESS, StopSignals
+from configs.entrypoint import ABOVE, DONE, ENDINGS, FAILED, FORCING, PROGRESS, STOPPING, StopSignals
 from configs.load import ConfigError
 from configs.own_packages import command
 from configs.plain_text import print_visible
@@ -38,8 +39,8 @@ ELASTIC_HANDLES = "TORCHELASTIC_SIGNALS_TO_HANDLE"
 
 def from_slurm(learner: LearnerConfig, environment: Mapping[str, str]) -> dict[str, str]:
     """torchrun's variables from srun's, if srun has started this process. Raises ConfigError."""
-    told = {"RANK", "NODE_RANK", PROGRESS}  # a keeper, perhaps in a task of srun, sets PROGRESS
-    if "SLURM_STEP_NUM_TASKS" not in environment or environment.keys() & told:
+    decided = {"RANK", "NODE_RANK", PROGRESS}  # a keeper sets PROGRESS, and may run in a task of srun itself
+    if "SLURM_STEP_NUM_TASKS" not in environment or environment.keys() & decided:
         return {}
     remedy = "unset SLURM_STEP_NUM_TASKS if srun has not started this process"
     tasks = number("SLURM_STEP_NUM_TASKS", environment, 1, None, remedy)
@@ -169,6 +170,7 @@ def start(argv: Sequence[str], learner: LearnerConfig, environment: Mapping[str,
     # elastic's own handlers give ranks only 30 s, and an exception while ranks are being started would lose them
     os.environ[ELASTIC_HANDLES] = "SIGHUP"
     with (signals := StopSignals(drain=on_signal, force=on_signal)):
+        ours = {number: signal.getsignal(number) for number in (*STOPPING, FORCING)}
         context = start_processes(
             "learner",
             sys.executable,
@@ -176,28 +178,34 @@ def start(argv: Sequence[str], learner: LearnerConfig, environment: Mapping[str,
             envs={rank: shared | {"RANK": str(first + rank), "LOCAL_RANK": str(rank)} for rank in local},
             logs_specs=DefaultLogsSpecs(),
         )
+        for number, handler in ours.items():  # an older torch sets its own whatever the variable says
+            signal.signal(number, handler)
         assert isinstance(context, SubprocessContext)
         processes += [handler.proc for handler in context.subprocess_handlers.values()]
-        for number in early:
-            pass_on(number)
+        for came in early:
+            pass_on(came)
         node.follow(pass_on)
-        with signals:  # an older torch may have set its handlers whatever the variable says
-            result = context.wait(period=0.2)
+        result = context.wait(period=0.2)
     assert result is not None, "waited without timeout"
-    code = DONE
-    if result.failures:
-        failure = min(result.failures.values(), key=lambda failure: failure.timestamp)
-        code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
-        if code == 128 + FORCING:  # report the signal received, not the one forwarded
-            code = 128 + node.forced_by
-        rank, how = first + failure.local_rank, f"exit code {failure.exitcode}"
-        ended = f"rank {rank} failed first{node.of_several} ({how}); all ranks have ended"
-        if node.killed:
-            print_visible(f"learner: {node.why}; so those of this one were ended too", sys.stderr)
-        elif code not in ENDINGS.values():
-            print_visible(f"learner: {ended}{node.why and f'; {node.why}'}", sys.stderr)
-            node.tell("failed", code, rank)
-    return node.leave(code)
+    return node.leave(_exit_code(node, first, result.failures))
+
+
+def _exit_code(node: "Node", first: int, failures: Mapping[int, ProcessFailure]) -> int:
+    """The exit code of the first of `failures`, which it reports; 0 without any. `first`: this node's first rank."""
+    if not failures:
+        return DONE
+    failure = min(failures.values(), key=lambda failure: failure.timestamp)
+    code = failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode
+    if code == 128 + FORCING:  # report the signal received, not the one forwarded
+        code = 128 + node.forced_by
+    rank, how = first + failure.local_rank, f"exit code {failure.exitcode}"
+    ended = f"rank {rank} failed first{node.of_several} ({how}); all ranks have ended"
+    if node.killed:
+        print_visible(f"learner: {node.why}; so those of this one were ended too", sys.stderr)
+    elif code not in ENDINGS.values():
+        print_visible(f"learner: {ended}{node.why and f'; {node.why}'}", sys.stderr)
+        node.tell("failed", code, rank)
+    return code
 
 
 class Node:

@@ -7,7 +7,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,9 @@ class StandIns:
             time.sleep(0.005)
         os.kill(os.getpid(), signal.SIGTERM)
 
+    def close(self) -> None:
+        self._lines.close()
+
     def start(self, how: str, meanwhile: Callable[[], None]) -> int:
         """Run `ranks.start` and return its exit code; `meanwhile` runs in a thread."""
         thread = threading.Thread(target=meanwhile, daemon=True)
@@ -75,14 +78,16 @@ class StandIns:
         code = ranks.start([how], LearnerConfig(ranks=2), {})
         thread.join(60)
         assert not thread.is_alive()
-        self._lines.close()
         assert not any(map(psutil.pid_exists, self.pids.values())) and len(self.pids) == 2
+        assert signal.getsignal(signal.SIGTERM) is self._before
         return code
 
 
 @pytest.fixture
-def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> StandIns:
-    return StandIns(tmp_path, monkeypatch)
+def stand_ins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIns]:
+    made = StandIns(tmp_path, monkeypatch)
+    yield made
+    made.close()
 
 
 def test_a_signal_reaches_every_rank_once(stand_ins: StandIns, capfd) -> None:
