@@ -138,7 +138,8 @@ class Policy(nn.Module):
         }
         if compiled:
             torch._dynamo.config.recompile_limit = max(MOST_GRAPHS, torch._dynamo.config.recompile_limit)
-            torch.compiler.config.cache_key_tag = operators.schemas()
+            if (schemas := operators.schemas()) not in (tag := torch.compiler.config.cache_key_tag):
+                torch.compiler.config.cache_key_tag = f"{tag} {schemas}"
         for block in loading.all_blocks(self.model):
             if compiled:  # FSDP's hooks around it gather and reduce as before
                 block.forward = torch.compile(block.forward, dynamic=True)  # type: ignore[method-assign]
