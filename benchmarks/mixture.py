@@ -41,7 +41,7 @@ KINDS = {"trivial": 600, "fit": 300, "impossible": 600}
 SHOWN = {"trivial": 0.2, "fit": 0.6, "impossible": 0.2}
 """Shares of what the student is shown."""
 RANDOM_SHARE, UNTAGGED_SHARE = 0.4, 0.2
-"""Of the answers to problems that are not trivial."""
+"""Shares of corrupted and of untagged answers, among answers to problems that are not trivial."""
 EVERY, ANSWERS = 4, 2
 STEPS = 1300
 CHANGES: dict[str, Any] = {

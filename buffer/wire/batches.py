@@ -1,6 +1,6 @@
-"""What is served: rows as they are dispatched, untrained groups, and a batch as a part for each learner rank.
+"""Serves rows when they are dispatched, keeps untrained groups, and cuts a batch into a part for each learner rank.
 
-While rows are made, or image files are away, requests wait, and the buffer does not.
+A request waits while its rows are made or its image files are missing; the buffer answers other requests meanwhile.
 """
 
 import heapq

@@ -15,7 +15,7 @@ FILES = (".parquet", ".jsonl", ".json", ".csv", ".tsv", ".gz")
 
 
 class Given:
-    """The other system's settings. Those that nobody takes have no counterpart."""
+    """The other system's settings. A setting that nobody takes has no counterpart."""
 
     def __init__(self, settings: Mapping[str, Any]) -> None:
         self.settings = dict(settings)

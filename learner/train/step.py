@@ -313,7 +313,7 @@ def _loads(policy: Policy, tally: Tensor | None) -> dict[str, float]:
 
 
 def loss_context(microbatch: Microbatch, shared: dict[str, Any]) -> LossContext:
-    """What is known of a microbatch before its forward pass."""
+    """Collect the inputs of a microbatch's loss that are known before its forward pass."""
     known = {name: x[microbatch.sequence] if name in PER_SAMPLE else x for name, x in shared.items()}
     weights, own = known.pop(TEACHER_WEIGHTS)[microbatch.turn], microbatch.advantages
     known["advantages"] = shared["advantages"][microbatch.turn] if own is None else own

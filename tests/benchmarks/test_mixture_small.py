@@ -60,7 +60,7 @@ def test_two_runs_of_a_pair_differ_in_their_draws_only(tmp_path: Path) -> None:
 
 
 def test_a_run_with_other_keys_is_another_run() -> None:
-    """What is in the folder is read as it is: figures of other keys would be taken for those of these."""
+    """The benchmark reads runs that it finds in the folder, so runs with other keys must have other names."""
     (plan, _), sets = plans([3], [4], []), (["learner.lr=8e-4"], ["learner.lr=1e-3"], [])
     names = [name_of(argparse.Namespace(set=words), plan) for words in sets]
     assert names[0] == "uniform-staleness4-seed3-lr8e-4" and len(set(names)) == 3
