@@ -19,7 +19,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from buffer.store import sql, witness
+from buffer.store import sql, start_checks, witness
 from buffer.store.opening import RULES, require_whole
 from buffer.store.sqlite import Store
 
@@ -50,7 +50,7 @@ def make(path: Path, items: int, samples: int) -> None:
     file.touch()
     os.truncate(file, samples * SAMPLE_BYTES)
     witness.file_of(path).unlink()
-    witness.begin_sums(path)
+    start_checks.begin_sums(path)
 
 
 def seconds(act: Callable[[], object]) -> float:

@@ -11,7 +11,7 @@ from google_crc32c import value as crc32c
 from buffer.inspect import found
 from buffer.keys import KeysError, require_keys
 from buffer.ledger.types import LedgerError
-from buffer.store import segments, witness
+from buffer.store import segments, start_checks, witness
 from buffer.store.faults import StoreError
 from buffer.store.opening import explained, require_whole, unsound
 from buffer.store.segments import Place
@@ -51,7 +51,7 @@ class Scrub:
         except ValueError as error:
             yield self._damage(str(error))
         try:
-            witness.require_same_bytes(file, known)
+            start_checks.require_same_bytes(file, known)
             require_whole(file, known)
             with closing(reading(file)) as db, explained(file):
                 lines = [f"{file}: {line}" for line in unsound(db, MOST)]

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
-from buffer.store import sql, witness
+from buffer.store import sql, start_checks, witness
 from buffer.store.faults import StoreError
 from buffer.store.witness import PAGE, Log
 
@@ -49,7 +49,7 @@ def require_whole(path: Path, known: witness.Commits | None) -> None:
         if is_begun(path):
             _require_whole(path, known)
         else:
-            witness.require_all(path, known, None)
+            start_checks.require_all(path, known, None)
     except OSError as error:
         raise StoreError(f"buffer.path {path}: {error.filename or path}: {error.strerror}; {TO_BE_OPENED}") from None
 
@@ -61,9 +61,9 @@ def _require_whole(path: Path, known: witness.Commits | None) -> None:
         db.execute("BEGIN")
         (schema,) = db.execute("PRAGMA user_version").fetchone()
         require_schema(schema, path)
-        witness.require_all(path, known, witness.counted(db))
+        start_checks.require_all(path, known, witness.counted(db))
         if schema == sql.SCHEMA or witness.sums_of(path).exists():
-            witness.require_same_pages(path, stream)
+            start_checks.require_same_pages(path, stream)
 
 
 def _connected(path: Path) -> sqlite3.Connection:
@@ -81,7 +81,7 @@ def opened_sums(path: Path, fsync: bool) -> witness.PageSums:
     if not path.is_file():
         raise StoreError(f"buffer.path {path}: unable to open database file; {TO_BE_OPENED}")
     if not (is_begun(path) and witness.sums_of(path).exists()):
-        witness.begin_sums(path)
+        start_checks.begin_sums(path)
     return witness.PageSums(path, fsync, LOG_PAGES)
 
 

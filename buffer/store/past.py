@@ -8,7 +8,7 @@ from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from typing import NamedTuple
 
-from buffer.store import witness
+from buffer.store import start_checks, witness
 from buffer.store.faults import ACCEPT, LostCommits
 from buffer.store.opening import explained, is_begun, require_whole
 from buffer.store.sqlite import hold, reading
@@ -90,7 +90,7 @@ def _accept(config: Config, file: Path) -> None:
     if commits := _counted(file):
         witness.Witness(file, commits).close()
         with explained(file):
-            witness.begin_sums(file)
+            start_checks.begin_sums(file)
     else:
         witness.file_of(file).unlink(missing_ok=True)
     if not is_begun(file) and (version := newest(config.run.path / "checkpoints")):

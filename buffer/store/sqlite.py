@@ -19,7 +19,7 @@ from google_crc32c import value as crc32c
 
 from buffer.ledger.counts import EXAMPLES
 from buffer.ledger.types import Changes, EvaluationRow, ItemState, Lengths, Saved, Transaction
-from buffer.store import segments, sql, witness
+from buffer.store import segments, sql, start_checks, witness
 from buffer.store.faults import DamagedSample, StoreError
 from buffer.store.lock import InUse, lock_of, locked
 from buffer.store.opening import (
@@ -94,7 +94,7 @@ class Store:
         """Raises LostCommits if the witness knows of more commits."""
         found = witness.counted(self._db)
         assert found, "every ledger of this schema counts its commits"
-        witness.require_all(path, known, found)
+        start_checks.require_all(path, known, found)
         self._witness = witness.Witness(path, found)
 
     def _require_same_problems(self, digest: str) -> None:
@@ -321,8 +321,8 @@ def _witnessed(path: Path) -> witness.Commits | None:
         log.warning("%s; it is written anew", error)
         return None
     if not path.exists():
-        witness.require_all(path, known, None)
-    witness.require_same_bytes(path, known)
+        start_checks.require_all(path, known, None)
+    start_checks.require_same_bytes(path, known)
     return known
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from actors.supervise import accept
-from buffer.store import witness
+from buffer.store import start_checks
 from buffer.store.faults import StoreError
 from buffer.store.lock import locked
 from buffer.store.past import accept_loss, history, past
@@ -44,7 +44,7 @@ def tell(config: Config, **counters: int) -> None:
     """Have the ledger's file say so, as if the buffer had written it."""
     with closing(sqlite3.connect(config.run.path / "buffer.sqlite", isolation_level=None)) as db:
         db.executemany("INSERT OR REPLACE INTO meta VALUES (?, ?)", counters.items())
-    witness.begin_sums(config.run.path / "buffer.sqlite")
+    start_checks.begin_sums(config.run.path / "buffer.sqlite")
 
 
 def test_a_new_run_and_a_changed_one(words: list[str]) -> None:

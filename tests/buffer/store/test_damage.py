@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from buffer.ledger.types import Transaction
-from buffer.store import sql, witness
+from buffer.store import sql, start_checks, witness
 from buffer.store.faults import DamagedSample, LostCommits, StoreError, StoreGone
 from buffer.store.sqlite import Store, reading
 from buffer.store.witness import Commits, file_of, line_of, noted
@@ -223,14 +223,14 @@ def damage_page(path: Path) -> None:
     data = bytearray(path.read_bytes())
     data[4096 * 3 : 4096 * 3 + 200] = bytes(200)
     path.write_bytes(data)
-    witness.begin_sums(path)
+    start_checks.begin_sums(path)
 
 
 def say(path: Path, statement: str) -> None:
     """Have the ledger's file say so, as if the buffer had written it."""
     with closing(sqlite3.connect(path, isolation_level=None)) as db:
         db.execute(statement)
-    witness.begin_sums(path)
+    start_checks.begin_sums(path)
 
 
 def test_a_table_whose_definition_is_no_text_any_more_is_refused(tmp_path: Path) -> None:
@@ -238,7 +238,7 @@ def test_a_table_whose_definition_is_no_text_any_more_is_refused(tmp_path: Path)
     path = begin(tmp_path)
     data = path.read_bytes()
     path.write_bytes(data.replace(b"CREATE TABLE items", b"CREATE TABLE\xd5items", 1))
-    witness.begin_sums(path)
+    start_checks.begin_sums(path)
     with pytest.raises(StoreError, match=r"the file is damaged: .*bring back a copy of it") as error:
         Store(path)
     assert "\n" not in str(error.value)

@@ -15,7 +15,7 @@ import pytest
 from buffer.ledger.rules import Ledger
 from buffer.ledger.types import EvaluationRow, Lengths, Transaction
 from buffer.problems import Problems
-from buffer.store import witness
+from buffer.store import start_checks, witness
 from buffer.store.faults import LostCommits, StoreError
 from buffer.store.opening import require_whole
 from buffer.store.past import accept_loss, losses, past
@@ -151,7 +151,7 @@ def test_a_ledger_without_its_file_of_checksums_is_refused_until_that_is_accepte
     witness.sums_of(path).unlink()
     with pytest.raises(LostCommits, match=r"buffer\.sqlite-sums, which has the checksums .* is gone; .*--accept-loss"):
         Store(path)
-    witness.begin_sums(path)
+    start_checks.begin_sums(path)
     Store(path).close()
 
 

@@ -12,7 +12,7 @@ import pytest
 
 from buffer import inspect
 from buffer.__main__ import advice_for
-from buffer.store import witness
+from buffer.store import start_checks
 from buffer.store.faults import DamagedPage, StoreGone
 from buffer.wire.message import Array
 from buffer.wire.protocol import Part, Rewind, Take
@@ -110,7 +110,7 @@ def test_bytes_of_an_earlier_release_that_are_no_sample_are_damage_too(tmp_path:
         db.execute("UPDATE samples SET crc32c = NULL")
         (position,) = db.execute("SELECT position FROM samples WHERE item = 1 AND idx = 0").fetchone()
     db.close()
-    witness.begin_sums(path)
+    start_checks.begin_sums(path)
     flip(path.parent / SEGMENT, 8 * position)
     clients = reopened(path, 2)
     assert items_of(take(clients, 0)[0]) == {0}
