@@ -72,11 +72,13 @@ def whole_run(args: argparse.Namespace) -> list[dict[str, Any]]:
 
 
 def start(run: Processes, ranks: int) -> None:
-    """Start buffer, server and learner; the server has the first GPU, each rank one of the next."""
+    """Start buffer, server and learner; the server has the first GPU, each rank one of the next. One rank shares the
+    only GPU of a machine with the server."""
     run.start("buffer", "buffer")
     run.start("rollout", "rollout")
-    gpus = ",".join(str(FIRST_GPU + 1 + rank) for rank in range(ranks))
-    run.start("learner", "learner", **({"CUDA_VISIBLE_DEVICES": gpus} if torch.cuda.is_available() else {}))
+    gpus = [FIRST_GPU + 1 + rank for rank in range(ranks)]
+    alone = gpus[-1] < torch.cuda.device_count()
+    run.start("learner", "learner", **({"CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))} if alone else {}))
 
 
 def memory_of_gpus(ranks: int) -> dict[str, float]:
@@ -125,6 +127,9 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path("runs/benchmark-whole"))
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results" / "whole.json")
     args = parser.parse_args()
+    gpus = torch.cuda.device_count() - FIRST_GPU
+    if args.ranks > 1 and 0 < gpus <= args.ranks:
+        parser.error(f"--ranks {args.ranks}: a GPU for each and one for the server are wanted, and {gpus} are there")
     write(args.out, "whole", whole_run(args))
     return 0
 

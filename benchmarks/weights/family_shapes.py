@@ -30,6 +30,11 @@ NEMOTRON: dict[str, Any] = {
     "model_type": "nemotron_h", "architectures": ["NemotronHForCausalLM"], "eos_token_id": None,
     "layers_block_type": ["linear_attention", "mlp", "full_attention", "mlp", "linear_attention", "mlp"],
 }  # fmt: skip
+LFM2: dict[str, Any] = {
+    "model_type": "lfm2", "architectures": ["Lfm2ForCausalLM"], "conv_L_cache": 3, "conv_bias": False,
+    "block_multiple_of": 256, "block_ffn_dim_multiplier": 1.0, "block_auto_adjust_ff_dim": True,
+    "tie_word_embeddings": True,
+}  # fmt: skip
 SPECK: dict[str, Any] = {"vocab_size": 512, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4,
                          "num_key_value_heads": 2, "max_position_embeddings": 4096}  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
@@ -74,6 +79,12 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "num_key_value_heads": 8, "head_dim": 128, "mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8,
         "ssm_state_size": 128, "max_position_embeddings": 8192,
     },
+    "LFM2-350M": LFM2 | {
+        "vocab_size": 65536, "hidden_size": 1024, "block_dim": 1024, "conv_dim": 1024, "block_ff_dim": 6656,
+        "intermediate_size": 6656, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 8,
+        "max_position_embeddings": 32768, "rope_theta": 1000000.0,
+        "layer_types": ["full_attention" if at in (2, 5, 8, 10, 12, 14) else "conv" for at in range(16)],
+    },
     "speck-qwen3.5": QWEN35 | {
         "text_config": QWEN35_TEXT | SPECK | {"num_hidden_layers": 4, "linear_num_key_heads": 2,
                                               "linear_num_value_heads": 2, "head_dim": 32},
@@ -90,6 +101,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 32, "num_key_value_heads": 4, "n_routed_experts": 8, "num_experts_per_tok": 2,
         "n_group": 2, "topk_group": 1, "kv_lora_rank": 32, "q_lora_rank": 32, "qk_rope_head_dim": 16,
         "qk_nope_head_dim": 16, "v_head_dim": 32,
+    },
+    "speck-lfm2": LFM2 | SPECK | {
+        "block_dim": 64, "conv_dim": 64, "block_ff_dim": 128, "num_hidden_layers": 3,
+        "layer_types": ["conv", "conv", "full_attention"],
     },
     "speck-nemotron": NEMOTRON | SPECK | {"head_dim": 32, "mamba_num_heads": 4, "mamba_head_dim": 32, "n_groups": 2,
                                           "ssm_state_size": 16},
