@@ -123,7 +123,7 @@ def test_no_microbatch_waits_for_the_gpu(tmp_path: Path, gpu, kind: str, parts: 
     model = seeing_model(tmp_path, kind).model_copy(update={"dtype": "bfloat16", "freeze": parts})
     form, policy = form_of(model), policy_of(model, gpu, LEARNER.model_copy(update={"attention": "varlen"}))
     step = algorithm_of(policy, 200, form=form)
-    batch = Batch.from_part(make_pictured(form).part(3, [15], 0), 60, share_prompts=policy.sharing.prompts, form=form)
+    batch = Batch.from_part(make_pictured(form).part(3, [15], 0), 30, share_prompts=policy.sharing.prompts, form=form)
     shared = step.shared_context(batch, policy.device)
     seeing = next(row for row in batch.microbatches if row.images is not None)
     text = next(row for row in batch.microbatches if row.images is None)

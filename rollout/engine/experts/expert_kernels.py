@@ -3,6 +3,7 @@
 vLLM rearranges experts for its kernel: they go in by its reload, where that was seen to be right.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,6 +16,8 @@ from rollout.engine.door.vllm_worker import RoutedExperts
 WRITE_THEMSELVES = ("GptOssForCausalLM",)
 """Classes whose `load_weights` writes into the experts' parameters past the loaders that vLLM's reload wraps: after a
 reload they would have the old experts. They load in place if the kernel keeps experts as in the file."""
+EXPERTS = re.compile("expert|moe", re.IGNORECASE)
+"""Parts of the names of experts, of what chooses them, and of the layers that have both."""
 METHOD = "UnquantizedFusedMoEMethod"
 BACKENDS = ("CPU", "TRITON")
 """Compared kernels; others arrange gate_up in another order."""
@@ -25,13 +28,19 @@ def refusal(model: torch.nn.Module, vllm_config: Any) -> str:
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
     if vllm_config.lora_config is not None:  # the base is never loaded again
         return triton_on_cpu(layers) if vllm_config.device_config.device_type == "cpu" else ""
-    if not (layers or vllm_config.model_config.is_moe):
+    if not (layers or (vllm_config.model_config.is_moe and _has_experts(model))):
         return ""
     parallel = vllm_config.parallel_config
     for field in ("enable_expert_parallel", "enable_eplb"):
         if getattr(parallel, field):
             return f"rollout.engine.{field}: no policy can be loaded into experts that are spread over GPUs; remove it"
     return _model_refusal(type(model).__name__, layers, vllm_config) or _kernel_refusal(layers)
+
+
+def _has_experts(model: torch.nn.Module) -> bool:
+    """Whether a name in the model speaks of experts. A dense Nemotron-H has none, though its config has a number of
+    them, and vLLM's `is_moe` reads that number alone."""
+    return any(EXPERTS.search(name) for name, _ in (*model.named_modules(), *model.named_parameters()))
 
 
 def _model_refusal(name: str, layers: list[Any], vllm_config: Any) -> str:

@@ -61,6 +61,14 @@ class NewMoeForCausalLM(Qwen3MoeForCausalLM):
     """Stands for a class that nobody has compared."""
 
 
+class OwnExperts(torch.nn.Module):
+    """Stands for a mixture that vLLM computes by layers of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.ModuleDict({"experts": torch.nn.Linear(1, 1)})])
+
+
 IMAGES, TEXT_ALONE = SimpleNamespace(language_model_only=False), SimpleNamespace(language_model_only=True)
 
 
@@ -85,7 +93,7 @@ def vllm_config(
             "model.path: vLLM's GptOssForCausalLM on this device (cpu) keeps the experts of an earlier policy; use ano",
         ),
         (NewMoeForCausalLM, vllm_config(seen=IMAGES), "model.path: vLLM's NewMoeForCausalLM has experts and sees ima"),
-        (lambda: torch.nn.Linear(1, 1), vllm_config(), "model.path: vLLM's Linear has experts"),
+        (OwnExperts, vllm_config(), "model.path: vLLM's OwnExperts has experts in layers that are not known"),
         (
             lambda: Qwen3MoeForCausalLM(Fp8MoEMethod()),
             vllm_config(),
@@ -122,6 +130,7 @@ def test_what_fails_or_cannot_be_tried_is_refused(model, config, words):
         (NewMoeForCausalLM, vllm_config()),
         (NewMoeForCausalLM, vllm_config(seen=TEXT_ALONE)),
         (lambda: torch.nn.Linear(1, 1), vllm_config(is_moe=False)),
+        (lambda: torch.nn.Linear(1, 1), vllm_config()),  # a dense Nemotron-H, whose config has a number of experts
         (OlmoeForCausalLM, vllm_config(lora=object())),  # only an adapter is loaded
         (lambda: OlmoeForCausalLM(UnquantizedFusedMoEMethod("TRITON")), vllm_config(lora=object(), device="cuda")),
     ],
