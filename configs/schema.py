@@ -710,7 +710,7 @@ class WeightsConfig(Section):
     """Largest mean absolute difference of those log-probabilities, in nats; null: 0.05, in bfloat16 plus 1/64 of their
     mean absolute value, or 1 with `rollout.engine.quantization` or `learner.matmul: fp8`. Correct weights differ by
     about 0.01 in bfloat16, by 0.05 in a large random model, by 0.6 to 0.8 if rounded to FP8; wrong ones by 2.6. In
-    float32 set 1e-3. Uncertain texts may also differ by their rounding, in bfloat16 by 1/8 plus 1/64 of their mean
+    float32 set 1e-3. Uncertain texts may also differ by their rounding, in bfloat16 by 1/4 plus 1/64 of their mean
     absolute value."""
 
     @property

@@ -76,9 +76,8 @@ def texts_of(
 def placeholders(config: Mapping[str, Any]) -> set[int]:
     """Ids that stand for no text, by a model's `config.json`: `image_token_id`, `eos_token_id` and others."""
     inner = [placeholders(value) for value in config.values() if isinstance(value, Mapping)]
-    named = {
-        value for key, value in config.items() if key.endswith(("token_id", "token_index")) and isinstance(value, int)
-    }
+    ids = {key: value for key, value in config.items() if str(key).endswith(("token_id", "token_index"))}
+    named = {value for value in ids.values() if isinstance(value, int)}
     return named.union(*inner)
 
 

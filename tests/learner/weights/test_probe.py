@@ -162,7 +162,7 @@ def test_random_tokens_are_words_of_the_model() -> None:
     seen = texts_for(10_000, form=FORM)
     assert not {3, 4, 5} & {*seen[RANDOM].tokens, *seen[REPEATED].tokens} and seen[LIKELY].images
     config = {"image_token_id": 5, "text_config": {"eos_token_id": 2, "pad_token_id": None}, "video_token_index": 9}
-    assert placeholders(config | {"hidden_size": 8}) == {2, 5, 9}
+    assert placeholders(config | {"hidden_size": 8, "id2label": {0: "LABEL_0"}}) == {2, 5, 9}
 
 
 class Asked:
@@ -195,7 +195,7 @@ UNLIKELY = [-14.953, -19.506, -5.121, -19.882]
 def test_a_text_that_the_policy_finds_unlikely_may_differ_by_its_rounding() -> None:
     """In bfloat16, two healthy runs differed by 0.061 and 0.113 nat where the mean was about -16."""
     for likely in (True, False):
-        assert 2 * 0.113 < limits_of(WeightsConfig(), UNLIKELY, BF16, likely).tolerance < 0.5
+        assert 2 * 0.113 < limits_of(WeightsConfig(), UNLIKELY, BF16, likely).tolerance < 0.6
         assert limits_of(WeightsConfig(), UNLIKELY, F32, likely).tolerance == pytest.approx(0.05, rel=1e-3)
     assert limits_of(WeightsConfig(), UNLIKELY, BF16, likely=False).shift > 0.113
     assert limits_of(WeightsConfig(), [-0.1, -0.3], BF16, likely=True).tolerance < 0.06
@@ -205,7 +205,7 @@ def test_the_tolerance_of_the_run_file_is_that_of_the_likely_text_and_widens_the
     given = WeightsConfig(probe_tolerance=0.02)
     assert limits_of(given, UNLIKELY, BF16, likely=True) == (0.02, 0.02)
     other = limits_of(given, UNLIKELY, BF16, likely=False)
-    assert other.tolerance == pytest.approx(0.02 + (8 + 14.8655) / 64)
+    assert other.tolerance == pytest.approx(0.02 + (16 + 14.8655) / 64)
     wide = limits_of(WeightsConfig(probe_tolerance=3.0), UNLIKELY, BF16, likely=False)
     assert wide.tolerance > 3 and wide.shift > 1.5
 
@@ -291,7 +291,7 @@ def test_differences_of_one_sign_are_found_where_rounding_of_that_size_is_not() 
     assert error.value.final and "\n" not in str(error.value)
     for part in (
         "differ by 0.3 nat on average, mostly with one sign, on text 1",
-        "weights.probe_tolerance 0.181 for this text",
+        "weights.probe_tolerance 0.244 for this text",
         "[-12.300,",
         "[-12.000,",
         "remedy",
