@@ -239,9 +239,9 @@ def open_weights_wire(
         return Bystander()
     specs, seed, frozen = policy.weight_specs(), config.run.seed, policy.frozen_names()
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    vocabulary = policy.model.get_input_embeddings().weight.shape[0]
+    embedding: Any = policy.model.get_input_embeddings()
     without = placeholders(policy.model.config.to_dict())
-    texts = texts_of(tokenizer, max_sample_tokens(config) - 1, vocabulary, form, without)
+    texts = texts_of(tokenizer, max_sample_tokens(config) - 1, len(embedding.weight), form, without)
     row = shown_row([(text.tokens, text.images) for text in texts])
     probe = ProbeRow(texts, row, rounding_of(config))
     ranks = sending_ranks(policy, mesh) if publishes_rows(config, shards(mesh)) else None

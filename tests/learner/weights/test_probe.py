@@ -221,7 +221,7 @@ def test_the_tolerance_of_the_run_file_is_that_of_the_likely_text_and_widens_the
     ],
 )
 def test_the_coarser_end_decides_how_far_uncertain_texts_may_be_off(given: dict[str, Any], rounding: float) -> None:
-    """SmolLM2-135M rounded to FP8: 0.48 nat on random tokens, of which -0.22 in the mean, and 0.46 on repeated ones."""
+    """SmolLM2-135M rounded to FP8: up to 0.48 nat on random tokens, -0.22 in the mean, and 0.82 on repeated ones."""
     sections: dict[str, Any] = {
         "data": {"train": "t.parquet"},
         "reward": {"function": "countdown"},
@@ -231,7 +231,7 @@ def test_the_coarser_end_decides_how_far_uncertain_texts_may_be_off(given: dict[
     assert rounding_of(config) == rounding
     if config.weights.tolerance == 1:
         far, near = (limits_of(config.weights, [-size], rounding, likely=False) for size in (13.7, 2.8))
-        assert far.tolerance > 2 * 0.48 and far.shift > 2 * 0.22 and near.tolerance > 2 * 0.46
+        assert far.tolerance > 2 * 0.48 and far.shift > 2 * 0.22 and near.tolerance > 2 * 0.82
 
 
 def confirmed(probe: Probe, ours: Any, version: int = 3, comparison: Comparison | None = None) -> list[Any]:
