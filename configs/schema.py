@@ -704,12 +704,14 @@ class WeightsConfig(Section):
     timeout_s: Seconds = 60.0
     """Longest wait for a server to prepare for, receive and load a policy; a slower one is left out and may rejoin."""
     probe_every: Annotated[int, Field(ge=0)] = 10
-    """Versions between comparisons of a fixed text's log-probabilities, server to learner; 0: checksums only."""
+    """Versions between comparisons of a fixed text's log-probabilities, server to learner; 0: checksums only. The first
+    comparison of each server has uncertain texts too."""
     probe_tolerance: Annotated[float, Field(gt=0)] | None = None
-    """Largest mean absolute difference of those log-probabilities, in nats; null: 0.05 plus 1/64 of their mean
-    absolute value, or 1 with `rollout.engine.quantization` or `learner.matmul: fp8`. Correct weights differ by about
-    0.01 in bfloat16, by 0.05 in a large random model, by 0.6 to 0.8 if rounded to FP8; wrong ones by 2.6. In float32
-    set 1e-3."""
+    """Largest mean absolute difference of those log-probabilities, in nats; null: 0.05, in bfloat16 plus 1/64 of their
+    mean absolute value, or 1 with `rollout.engine.quantization` or `learner.matmul: fp8`. Correct weights differ by
+    about 0.01 in bfloat16, by 0.05 in a large random model, by 0.6 to 0.8 if rounded to FP8; wrong ones by 2.6. In
+    float32 set 1e-3. Uncertain texts may also differ by their rounding, in bfloat16 by 1/4 plus 1/64 of their mean
+    absolute value."""
 
     @property
     def tolerance(self) -> float:

@@ -81,11 +81,12 @@ from learner.starting import choose_device, configure_process, decide_gather, de
 from learner.train import collectives
 from learner.train.offload_trial import check_offload
 from learner.train.optimizer import Optimizer
-from learner.train.pictures import PictureMismatch, max_sample_patches, one_shown
+from learner.train.pictures import PictureMismatch, max_sample_patches, shown_row
 from learner.train.routes import RouteMismatch
 from learner.train.skipped import StepsSkipped
 from learner.train.step import Algorithm
-from learner.weights.probe import ShownProbe, shown_tokens, tokens_of
+from learner.weights.probe import ProbeRow, placeholders, texts_of
+from learner.weights.prober import rounding_of
 from learner.weights.sender.mailbox import SendingRanks
 from learner.weights.sender.publish import Bystander, Follower, Sender
 from learner.weights.sender.row_rank import RowRank
@@ -238,12 +239,11 @@ def open_weights_wire(
         return Bystander()
     specs, seed, frozen = policy.weight_specs(), config.run.seed, policy.frozen_names()
     tokenizer = AutoTokenizer.from_pretrained(config.model.path, trust_remote_code=config.model.trust_remote_code)
-    longest = max_sample_tokens(config) - 1
-    if form is None:
-        probe: ShownProbe | list[int] = tokens_of(tokenizer, longest)
-    else:
-        tokens, image = shown_tokens(tokenizer, longest, form)
-        probe = ShownProbe(tokens, image, one_shown(tokens, [image]))
+    embedding: Any = policy.model.get_input_embeddings()
+    without = placeholders(policy.model.config.to_dict())
+    texts = texts_of(tokenizer, max_sample_tokens(config) - 1, len(embedding.weight), form, without)
+    row = shown_row([(text.tokens, text.images) for text in texts])
+    probe = ProbeRow(texts, row, rounding_of(config))
     ranks = sending_ranks(policy, mesh) if publishes_rows(config, shards(mesh)) else None
     if mesh.get_rank() == 0 and (chosen := choice(config, shards(mesh))):
         log.info("%s", chosen)

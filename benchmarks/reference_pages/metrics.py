@@ -178,7 +178,11 @@ METRICS: Mapping[str, Sequence[Described]] = {
         D("weights/verify_s", "s", "loaded, to probe compared; the slowest server's"),
         D("weights/lag_s", "s", "`publish` called, to loaded"),
         D("weights/round_s", "s", "Offer to Loaded"),
-        D("weights/probe", "nat", "mean difference of the probe's log-probabilities, server to learner"),
+        D(
+            "weights/probe",
+            "nat",
+            "mean absolute difference of the log-probabilities of the probe's first text, server to learner",
+        ),
         D("weights/probe_version", "version", "the version of that probe"),
         D("weights/NAME/KEY", "s", "the timings above, of one server"),
     ),

@@ -218,5 +218,11 @@ def _shared(cu_seqlens: np.ndarray, groups: Sequence[int]) -> SharedPrompts:
 
 def one_document(tokens: Sequence[int]) -> Microbatch:
     """A document whose first token alone is not trainable."""
-    size = len(tokens)
-    return lay_out([tokens], [np.ones(size)], [np.zeros(size)], [np.full(size, -1)], [0])
+    return documents([tokens])
+
+
+def documents(texts: Sequence[Sequence[int]]) -> Microbatch:
+    """Whole documents whose first tokens alone are not trainable."""
+    sizes = [len(tokens) for tokens in texts]
+    zeros, versions = [np.zeros(size) for size in sizes], [np.full(size, -1) for size in sizes]
+    return lay_out(texts, [np.ones(size) for size in sizes], zeros, versions, range(len(texts)))

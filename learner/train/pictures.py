@@ -16,7 +16,7 @@ from buffer.wire.protocol import Part
 from buffer.wire.sample import Sample
 from configs.checks import max_sample_tokens
 from configs.schema import Config
-from learner.model.microbatch import Microbatch, one_document
+from learner.model.microbatch import Microbatch, documents
 from learner.model.towers import ImageBlocks, PackedImages
 from learner.model.vision import rope_positions
 
@@ -156,9 +156,17 @@ def _blocks(placed: Sequence[Placed]) -> ImageBlocks:
     return ImageBlocks(*laid(own), *laid(seen))
 
 
+def shown_row(texts: Sequence[tuple[Sequence[int], Sequence[SeenImage]]]) -> Microbatch:
+    """Pack documents with their images; all but the first tokens are trainable."""
+    return show(
+        documents([tokens for tokens, _ in texts]),
+        [Piece(images, len(tokens), slice(None)) for tokens, images in texts],
+    )
+
+
 def one_shown(tokens: Sequence[int], images: Sequence[SeenImage]) -> Microbatch:
     """As `one_document`, with images."""
-    return show(one_document(tokens), [Piece(images, len(tokens), slice(None))])
+    return shown_row([(tokens, images)])
 
 
 def pack_images(placed: Sequence[Placed]) -> PackedImages:

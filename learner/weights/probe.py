@@ -1,83 +1,90 @@
-"""The probe: a fixed text on whose log-probabilities learner and server must agree. For a model that sees, a picture
-comes first, which each end draws: a text alone would not show a wrong tower."""
+"""The probe: fixed texts on whose log-probabilities learner and server must agree.
+
+Every model predicts the first text well. For a model that sees, a picture comes before it, which each end draws: a text
+alone would not show a wrong tower. The others are uncertain: a softcap, a scale of logits, attention sinks or a short
+window that one end leaves out shows there alone.
+"""
 
 import random
-from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NamedTuple, Protocol
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from buffer.data.images import ImageFormat, Picture, SeenImage
 from configs.load import ConfigError
-from configs.schema import WeightsConfig
-from learner.weights.plan import Spec
-from learner.weights.protocol import Probe, ProbeImage
+from learner.weights.protocol import ProbeText
 
 PROBE_TOKENS = 64
 TEXT = ", ".join(map(str, range(1, 65)))
 """A text that every model predicts well: rounding to bfloat16 changes its log-probabilities little, wrong weights much
 (SmolLM2-135M: 0.005 nat, on sums 0.07)."""
 ROUNDING = 2.0**-6
-"""Relative error that bfloat16 may cause. A trained policy may find the text very unlikely: at -16 nat in the mean,
+"""Relative error that bfloat16 may cause. A trained policy may find a text very unlikely: at -16 nat in the mean,
 correct weights differed by 0.06 and 0.11 nat."""
+LIKELY, RANDOM, REPEATED = "a text that every model predicts", "random tokens", "repeated random tokens"
+DISTANCE, AGAIN = 136, 40
+"""The last text: random tokens, of which the first AGAIN come once more, DISTANCE tokens later. That is more than a
+window of 128 (gpt-oss)."""
 CAPTION = "The left half of the picture is red, the right half is blue. "
 PICTURE = (4, 6)
 """Height and width in tokens; more than one window of Qwen2.5-VL's tower."""
 LEFT, RIGHT = (210, 45, 40), (40, 60, 205)
 
 
-class ShownProbe(NamedTuple):
-    """A probe with a picture. `row`: for the policy's `logprobs_of`."""
+class PolicyText(NamedTuple):
+    """A text of the probe. `compared`: how many of its last tokens count, since a policy predicts no placeholder of an
+    image. `likely`: every model predicts it well."""
 
+    name: str
     tokens: list[int]
-    image: SeenImage
+    compared: int
+    likely: bool = False
+    images: Sequence[SeenImage] = ()
+
+
+class ProbeRow(NamedTuple):
+    """The texts, and the packed row of all of them for the policy's `logprobs_of`. `rounding`: relative error that
+    correct weights may cause."""
+
+    texts: Sequence[PolicyText]
     row: Any
+    rounding: float = ROUNDING
 
 
-class ProbedPolicy(Protocol):
-    """A policy as the sender sees it."""
-
-    def full_weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]: ...
-    def logprobs_of(self, tokens: Any) -> list[float]: ...
-
-
-class Prober:
-    """Decides when a probe is due, equally on every rank, since its forward pass is collective: at the first version
-    published and at multiples of `weights.probe_every`."""
-
-    def __init__(
-        self, specs: Sequence[Spec], config: WeightsConfig, seed: int, probe: ShownProbe | Sequence[int] | None
-    ) -> None:
-        if probe is None:
-            rows = next(spec.shape[0] for spec in specs if len(spec.shape) == 2)
-            draw = random.Random(seed)
-            probe = [draw.randrange(rows) for _ in range(PROBE_TOKENS)]
-        self._probe, self._every, self._config = probe, config.probe_every, config
-        self._first = True
-
-    def due(self, version: int) -> bool:
-        first, self._first = self._first, False
-        return self._every > 0 and (first or version % self._every == 0)
-
-    def ask(self, policy: ProbedPolicy) -> Probe:
-        if not isinstance(self._probe, ShownProbe):
-            tokens = list(self._probe)
-            logprobs = policy.logprobs_of(tokens)
-            return Probe(tokens=tokens, logprobs=logprobs, tolerance=tolerance_of(self._config, logprobs))
-        tokens, (start, picture), row = self._probe
-        height, width, _ = picture.pixels.shape
-        image = ProbeImage(start=start, height=height, width=width, digest=picture.digest)
-        behind = policy.logprobs_of(row)[start + picture.num_tokens :]
-        return Probe(tokens=tokens, image=image, logprobs=behind, tolerance=tolerance_of(self._config, behind))
+def texts_of(
+    tokenizer: Any, longest: int, vocabulary: int, form: ImageFormat | None = None, without: Collection[int] = ()
+) -> list[PolicyText]:
+    """Texts of at most `longest` tokens; see `tokens_of`. `vocabulary`: rows of the embedding. `without`: ids that
+    stand for no text. Raises ConfigError."""
+    if form is None:
+        tokens = tokens_of(tokenizer, longest, without=without)
+        first = PolicyText(LIKELY, tokens, len(tokens) - 1, likely=True)
+    else:
+        tokens, image = shown_tokens(tokenizer, longest, form)
+        behind = len(tokens) - image.start - image.picture.num_tokens - 1
+        first = PolicyText(LIKELY, tokens, behind, likely=True, images=[image])
+        without = {*without, form.vision_start, form.image_token, form.vision_end}
+    draw, known = random.Random(1), [token for token in known_tokens(tokenizer, without) if token < vocabulary]
+    uncertain, block = ([draw.choice(known) for _ in range(number)] for number in (PROBE_TOKENS, DISTANCE))
+    texts = [first, PolicyText(RANDOM, uncertain[:longest], len(uncertain[:longest]) - 1)]
+    if longest >= DISTANCE + AGAIN:
+        texts.append(PolicyText(REPEATED, block + block[:AGAIN], AGAIN))
+    return texts
 
 
-def tolerance_of(config: WeightsConfig, logprobs: Sequence[float]) -> float:
-    """Largest mean absolute difference, in nats: what the run file says, or the default and the rounding of `logprobs`
-    in bfloat16."""
-    if config.probe_tolerance is not None:
-        return config.probe_tolerance
-    return config.tolerance + ROUNDING * sum(map(abs, logprobs)) / len(logprobs)
+def placeholders(config: Mapping[str, Any]) -> set[int]:
+    """Ids that stand for no text, by a model's `config.json`: `image_token_id`, `eos_token_id` and others."""
+    inner = [placeholders(value) for value in config.values() if isinstance(value, Mapping)]
+    ids = {key: value for key, value in config.items() if str(key).endswith(("token_id", "token_index"))}
+    named = {value for value in ids.values() if isinstance(value, int)}
+    return named.union(*inner)
+
+
+def known_tokens(tokenizer: Any, without: Collection[int] = ()) -> list[int]:
+    """Tokens of text: all but added ones, some of which stand for an image or a sound."""
+    added = {*tokenizer.added_tokens_decoder, *without}
+    return [token for token in range(len(tokenizer)) if token not in added]
 
 
 def tokens_of(tokenizer: Any, longest: int, text: str = TEXT, without: Collection[int] = ()) -> list[int]:
@@ -85,7 +92,7 @@ def tokens_of(tokenizer: Any, longest: int, text: str = TEXT, without: Collectio
     more, so `longest` is one less than what every server accepts."""
     tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)[:PROBE_TOKENS]
     if len(set(tokens)) < PROBE_TOKENS // 8:
-        draw, known = random.Random(0), [token for token in range(len(tokenizer)) if token not in without]
+        draw, known = random.Random(0), known_tokens(tokenizer, without)
         tokens = [draw.choice(known) for _ in range(PROBE_TOKENS)]  # the same on every rank
     return tokens[:longest]
 
@@ -109,7 +116,7 @@ def draw(form: ImageFormat, height: int, width: int) -> Picture:
     return Picture((colours + ((7 * y + 13 * x) % 41 - 20)[..., None]).astype(np.uint8), form)
 
 
-def images_of(probe: Probe, form: ImageFormat | None) -> list[SeenImage]:
+def images_of(probe: ProbeText, form: ImageFormat | None) -> list[SeenImage]:
     """Draw the picture of `probe`. Raises ValueError unless it is the learner's."""
     if probe.image is None:
         return []

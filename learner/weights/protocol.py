@@ -37,7 +37,7 @@ from buffer.wire.message import (
     validate,
 )
 
-PROTOCOL = 7
+PROTOCOL = 8
 BEATS = 5
 """Missed heartbeats before a peer counts as dead."""
 MAX_BYTES = 64 << 20
@@ -84,7 +84,8 @@ class Received(Message):
 
 
 class Loaded(Message):
-    """The server generates under the version. `probe`: mean absolute difference of log-probabilities."""
+    """The server generates under the version. `probe`: mean absolute difference of log-probabilities of the first
+    text."""
 
     round: Count
     load_s: Seconds
@@ -154,14 +155,23 @@ class ProbeImage(Message):
     digest: Name
 
 
-class Probe(Message):
-    """Fixed tokens, and log-probabilities at temperature 1 of all but the first, or of those behind the `image`."""
+class ProbeText(Message):
+    """Fixed tokens, and log-probabilities of the last ones at temperature 1. `tolerance`: largest mean absolute
+    difference. `shift`: largest absolute mean difference."""
 
-    round: Count = 0
+    name: Name
     tokens: Many[Count]
     image: ProbeImage | None = None
     logprobs: Many[float]
     tolerance: float
+    shift: float
+
+
+class Probe(Message):
+    """All texts of the probe. The first is the one that every model predicts well."""
+
+    round: Count = 0
+    texts: Annotated[list[ProbeText], Field(min_length=1, max_length=16)]
 
 
 class RankAssignment(Message):

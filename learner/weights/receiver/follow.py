@@ -16,6 +16,7 @@ from buffer.wire.awake import AwakeClock
 from buffer.wire.message import Message
 from configs.schema import WeightsConfig
 from learner.weights import protocol
+from learner.weights.receiver.comparison import Comparison
 from learner.weights.receiver.learner_connection import LearnerConnection
 from learner.weights.receiver.reception import Reception
 from learner.weights.receiver.rounds import Rounds, State
@@ -42,7 +43,8 @@ class Receiver:
         *,
         keys: ClientKeys,
     ) -> None:
-        self._where, self._keys, self._heartbeat_s, self._form = where, keys, heartbeat_s, form
+        self._where, self._keys, self._heartbeat_s = where, keys, heartbeat_s
+        self._comparison = Comparison(engine, form)
         self._workers = Workers(engine, config.timeout_s, config.staging)
         self._policies: asyncio.Queue[StagedPolicy | StreamedPolicy | BaseException] = asyncio.Queue()
         self._connection: LearnerConnection | None = None
@@ -130,7 +132,7 @@ class Receiver:
             await self._abandon("the learner began another round")
             self._rounds.offer(message)
         elif isinstance(message, protocol.Go):
-            await self._begin(Reception(message, self._join.workers, self._form))
+            await self._begin(Reception(message, self._join.workers, self._comparison))
         elif isinstance(message, protocol.Checksums | protocol.Probe | protocol.Cancel):
             if self._rounds.is_present(message.round):
                 await self._on_fact(message)

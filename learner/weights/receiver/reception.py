@@ -3,8 +3,8 @@
 import asyncio
 from dataclasses import dataclass, field
 
-from buffer.data.images import ImageFormat
 from learner.weights.protocol import Checksums, Failed, Go, Probe, Staged
+from learner.weights.receiver.comparison import Comparison
 
 
 @dataclass(eq=False)
@@ -13,7 +13,7 @@ class Reception:
 
     go: Go
     workers: int
-    form: ImageFormat | None = None
+    comparison: Comparison
     reports: list[Staged] = field(default_factory=list)
     checksums: Checksums | None = None
     probe: "asyncio.Future[Probe | None]" = field(default_factory=lambda: asyncio.get_running_loop().create_future())

@@ -52,5 +52,5 @@ class StreamedPolicy:
         self._pause_s = time.perf_counter() - pausing
 
     async def loaded(self) -> None:
-        await confirm(self._reception, self._engine, self._say, self._load_s, self._pause_s)
+        await confirm(self._reception, self._say, self._load_s, self._pause_s)
         self._release()

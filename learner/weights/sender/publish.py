@@ -23,7 +23,8 @@ from buffer.keys import ServerKeys
 from configs.schema import WeightsConfig
 from learner.weights.buckets import DoubleBuffer, pending
 from learner.weights.plan import Plan, Spec
-from learner.weights.probe import ProbedPolicy, Prober, ShownProbe
+from learner.weights.probe import ProbeRow
+from learner.weights.prober import ProbedPolicy, Prober
 from learner.weights.sender.broadcast import BroadcastGroup
 from learner.weights.sender.distributor import Distributor
 from learner.weights.sender.files import Files
@@ -54,7 +55,7 @@ class Follower:
         specs: Sequence[Spec],
         config: WeightsConfig,
         seed: int,
-        probe: ShownProbe | Sequence[int] | None = None,
+        probe: ProbeRow | Sequence[int] | None = None,
         frozen: Collection[str] = (),
     ) -> None:
         self._prober = Prober(specs, config, seed, probe)
@@ -82,7 +83,7 @@ class Sender:
         config: WeightsConfig,
         seed: int,
         device: torch.device,
-        probe: ShownProbe | Sequence[int] | None = None,
+        probe: ProbeRow | Sequence[int] | None = None,
         heartbeat_s: float = HEARTBEAT_S,
         folder: Path | None = None,
         frozen: Collection[str] = (),

@@ -18,7 +18,8 @@ from configs.schema import WeightsConfig
 from learner.weights.buckets import DoubleBuffer, pending
 from learner.weights.channel import Channel, ChannelError
 from learner.weights.plan import Plan, Spec
-from learner.weights.probe import ProbedPolicy, Prober, ShownProbe
+from learner.weights.probe import ProbeRow
+from learner.weights.prober import ProbedPolicy, Prober
 from learner.weights.protocol import TO_RANK_0, TO_RANKS, Bye, GiveUp, RowsBegun, RowsSent, RowSums, SendRows
 from learner.weights.rows import RowPool, bucket_bytes
 from learner.weights.sender.mailbox import ANSWERS, ORDERS, Mailbox, SendingRanks
@@ -53,7 +54,7 @@ class RowRank:
         seed: int,
         device: torch.device,
         ranks: SendingRanks,
-        probe: ShownProbe | Sequence[int] | None = None,
+        probe: ProbeRow | Sequence[int] | None = None,
         frozen: Collection[str] = (),
     ) -> None:
         self._ranks, self._device, self._timeout_s = ranks, device, config.timeout_s

@@ -21,6 +21,7 @@ from learner.weights.receiver.staged import StagedPolicy, WeightsError
 from tests.harness.keys import client_keys
 
 WORKERS = 2
+COMPARISON: Any = None  # rounds compare nothing
 EVENTS = {event for _, event in TRANSITIONS}
 
 
@@ -35,7 +36,7 @@ async def in_state(state: State, round: int = 1) -> tuple[Rounds, list[Message]]
     if state is not State.IDLE:
         rounds.offer(protocol.Offer(round=round))
     if state not in (State.IDLE, State.PLEDGED):
-        assert rounds.go(Reception(a_go(round), 1))
+        assert rounds.go(Reception(a_go(round), 1, COMPARISON))
     if state is State.LOADING:
         rounds.verify()
     if state is State.CLEARING:
@@ -79,7 +80,7 @@ def test_a_call_in_another_state_changes_nothing_and_says_nothing(state: State, 
 def test_a_go_is_taken_only_after_ready_to_its_round(state: State, round: int) -> None:
     async def test() -> None:
         rounds, _ = await in_state(state)
-        assert rounds.go(Reception(a_go(round), 1)) is ((state, round) == (State.PLEDGED, 1))
+        assert rounds.go(Reception(a_go(round), 1, COMPARISON)) is ((state, round) == (State.PLEDGED, 1))
 
     asyncio.run(test())
 

@@ -12,7 +12,7 @@ import pytest
 import torch
 import zmq
 
-from learner.weights.probe import ShownProbe, shown_tokens
+from learner.weights.probe import LIKELY, RANDOM, PolicyText, ProbeRow, shown_tokens
 from learner.weights.protocol import Checksums, Probe
 from learner.weights.receiver.staged import WeightsError
 from learner.weights.sender.publish import Follower, Sender
@@ -340,17 +340,20 @@ class SeeingEngine(StagingEngine):
 
 
 class ShownPolicy(VersionedPolicy):
-    """Its row is (tokens, image)."""
+    """Its row is (tokens, image), and a text without one behind it."""
 
     def logprobs_of(self, row):
-        tokens, image = row
-        return [value - int(image.picture.pixels[0, 0, 0]) - image.start for value in super().logprobs_of(tokens)]
+        tokens, image, text = row
+        shown = [value - int(image.picture.pixels[0, 0, 0]) - image.start for value in super().logprobs_of(tokens)]
+        return [*shown, 0.0, *super().logprobs_of(text)]
 
 
 @pytest.mark.parametrize("staging", ["full", "bucket"])
 def test_a_probe_with_a_picture_is_drawn_at_both_ends(staging):
     tokens, image = shown_tokens(tiny_tokenizer(), 60, FORM)
-    shown = ShownProbe(tokens, image, (tokens, image))
+    compared = len(tokens) - image.start - image.picture.num_tokens - 1
+    texts = [PolicyText(LIKELY, tokens, compared, True, [image]), PolicyText(RANDOM, [5, 6, 7], 2)]
+    shown = ProbeRow(texts, (tokens, image, [5, 6, 7]))
 
     async def test():
         sender = Sender(SPECS, config(), 0, CPU, shown, heartbeat_s=HEARTBEAT_S, keys=server_keys("learner"))
