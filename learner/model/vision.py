@@ -54,9 +54,10 @@ def freeze(model: PreTrainedModel, parts: Sequence[str]) -> None:
     seeing = tower_parts(model)
     if seeing is None or not parts:
         return
-    seeing.tower.requires_grad_("vision" not in parts)
-    for projector in seeing.projectors:
-        projector.requires_grad_("projector" not in parts)
+    if "vision" in parts:
+        seeing.tower.requires_grad_(False)
+    for projector in seeing.projectors if "projector" in parts else ():
+        projector.requires_grad_(False)
 
 
 class Sight:
