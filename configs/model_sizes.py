@@ -13,7 +13,7 @@ from configs.architecture import QUANTISED
 MOST_LAYERS = 1_000
 LIMITS: tuple[tuple[re.Pattern[str], int], ...] = (
     (re.compile(r"^(?!max_).*layers?$|depths?$|blocks?$|stages$|cycles$|_replace$|^attention_types$"), MOST_LAYERS),
-    (re.compile(r"experts$|heads?$|codebooks$|quantizers$|groups?$"), 10_000),
+    (re.compile(r"experts$|heads?$|codebooks$|quantizers$|groups?$"), 100_000),
     (re.compile(r"labels$"), 1_000_000),
     (re.compile(r"hidden_size|intermediate_size|(^|_)dim$|_rank$|^d_model$|^d_ff$|^n_embd$"), 10_000_000),
     (re.compile(r"vocab"), 100_000_000),

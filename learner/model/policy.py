@@ -35,8 +35,8 @@ from learner.model.microbatch import Microbatch, Targets, one_document
 from learner.model.prefix_sharing import PrefixSharing
 from learner.model.recomputing import recompute
 from learner.model.top_tokens import TopTokens
-from learner.model.untrained import set_trained
 from learner.model.unshard import is_sharded, own_rows, unshard
+from learner.model.untrained import set_trained
 from learner.model.value_head import replace_head, values
 from learner.weights.plan import Spec
 

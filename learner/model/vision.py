@@ -54,10 +54,10 @@ def freeze(model: PreTrainedModel, parts: Sequence[str]) -> None:
     seeing = tower_parts(model)
     if seeing is None or not parts:
         return
-    if "vision" in parts:
-        seeing.tower.requires_grad_(False)
-    for projector in seeing.projectors if "projector" in parts else ():
-        projector.requires_grad_(False)
+    projected = {parameter for projector in seeing.projectors for parameter in projector.parameters()}
+    for parameter in {*seeing.tower.parameters()} | projected:  # projectors may be parts of the tower
+        if ("projector" if parameter in projected else "vision") in parts:
+            parameter.requires_grad_(False)
 
 
 class Sight:

@@ -21,7 +21,14 @@ from learner.model.policy import Policy
 from tests.harness.certified import two_ranks
 from tests.harness.world import alone
 
-FAST = ("llama 3.1 (llama3 rope)", "mistral 0.1 (window)", "qwen3_moe", "granite 3 (multipliers)", "internvl", "ernie4_5_moe")
+FAST = (
+    "llama 3.1 (llama3 rope)",
+    "mistral 0.1 (window)",
+    "qwen3_moe",
+    "granite 3 (multipliers)",
+    "internvl",
+    "ernie4_5_moe",
+)
 
 
 @pytest.fixture(scope="module")
