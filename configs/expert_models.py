@@ -33,6 +33,7 @@ PROVEN = (
     ExpertModel("gpt_oss", "GptOssForCausalLM", (GPU,)),
     ExpertModel("deepseek_v2", "DeepseekV2ForCausalLM", (GPU,)),
     ExpertModel("deepseek_v3", "DeepseekV3ForCausalLM", (GPU,)),
+    ExpertModel("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", (GPU,)),
 )
 REPLAYED = ("qwen3_moe",)
 """Types whose routes the learner replays."""
@@ -40,6 +41,7 @@ OTHER_MIXTURE = "use another device, or a model that docs/experts.md lists"
 KEEPS_EXPERTS = "keeps the experts of an earlier policy"
 LATENT = "computes latent attention otherwise than the learner"
 NO_ROUTER_BIAS = "cannot compute a router with a bias of its scores and no groups"
+KEEPS_ROUTER_BIAS = "cannot load the bias of a router's scores again"
 
 
 class FailingModel(NamedTuple):
@@ -57,6 +59,8 @@ FAILING = (
     FailingModel("deepseek_v3", "DeepseekV3ForCausalLM", CPU, LATENT),
     FailingModel("minimax_m2", "MiniMaxM2ForCausalLM", CPU, NO_ROUTER_BIAS),
     FailingModel("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", CPU, NO_ROUTER_BIAS),
+    FailingModel("laguna", "LagunaForCausalLM", CPU, NO_ROUTER_BIAS),
+    FailingModel("afmoe", "AfmoeForCausalLM", CPU, KEEPS_ROUTER_BIAS),
 )
 
 

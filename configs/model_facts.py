@@ -21,6 +21,7 @@ from configs.architecture import (
     usable_positions,
 )
 from configs.model_folder import header_of, weight_files
+from configs.model_sizes import oversized
 from configs.schema import ModelConfig
 
 TOWER = re.compile(r"\.(visual|vision_tower|multi_modal_projector)\.")
@@ -111,7 +112,7 @@ def model_facts(path: str, text_alone: bool = False) -> ModelFacts:
     if not isinstance(config, dict):
         return ModelFacts()
     kind, refused, text = config.get("model_type"), tuple(unsupported(config)), text_config(config)
-    if any(malformed(text)):
+    if any(malformed(text)) or any(oversized(config)):
         return ModelFacts(kind=kind, unsupported=refused)
     shapes = [(name, shape) for name, shape in every if not name.startswith(UNREAD)]
     seeing, alone = reads_images(config, text_alone), trains_text_alone(config, text_alone)

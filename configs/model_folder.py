@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from configs.model_sizes import oversized
+
 WHOLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_config.json"
 OTHER_FORMS = (".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx")
@@ -72,9 +74,12 @@ def faults(folder: Path, weights: bool = True, served: bool = False) -> Iterator
             yield "has no config.json; name a folder in Hugging Face format"
         return
     try:
-        _json(folder / "config.json")
+        config = _json(folder / "config.json")
     except FolderError as error:
         yield str(error)
+        return
+    if too_large := list(oversized(config)):
+        yield from too_large
         return
     if weights:
         yield from _weights(folder, served)

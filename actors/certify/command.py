@@ -1,4 +1,4 @@
-"""`python -m actors certify MODEL [--server] [--no-shared-prompts] [--trust-remote-code] [--out FILE]`
+"""`python -m actors certify MODEL [--server] [--no-shared-prompts] [--text-alone] [--trust-remote-code] [--out FILE]`
 
 Compares a small copy of a model, with random weights, in every way that a run trains and pushes it, with `--server`
 also with a real vLLM server on the CPU. Exit code: 0 if everything holds, 2 if a comparison fails or the model is
@@ -15,6 +15,7 @@ from rich.table import Table
 from configs.certificate import COLUMNS, Certificate, write
 from configs.entrypoint import BAD_INPUT, DONE, FAILED, CommandParser, quiet_hub
 from configs.load import ConfigError
+from configs.model_facts import facts_of
 from configs.plain_text import output, print_visible, visible_line
 from configs.schema import ModelConfig
 from configs.variables import unwritable
@@ -27,9 +28,13 @@ def main(argv: Sequence[str]) -> int:
     """Make and print a certificate; the exit code."""
     given = parser().parse_args(argv)
     quiet_hub()
-    model = ModelConfig(path=given.model, trust_remote_code=given.trust_remote_code)
+    model = ModelConfig(path=given.model, trust_remote_code=given.trust_remote_code, text_alone=given.text_alone)
     if given.out and (why := unwritable(given.out)):
         print_visible(f"--out: {given.out}: {why}", sys.stderr)
+        return BAD_INPUT
+    facts = facts_of(model)
+    if model.text_alone and facts.kind and not facts.text_alone:
+        print_visible(f"--text-alone: {given.model} ({facts.kind}) is no multimodal model; leave it out", sys.stderr)
         return BAD_INPUT
     from learner.certify.process import NoCertificate, made  # imports torch
 
@@ -54,6 +59,7 @@ def parser() -> CommandParser:
     made.add_argument("model", metavar="MODEL", help="a folder with config.json, or a name on the hub")
     made.add_argument("--server", action="store_true", help="also start vLLM on the CPU and push policies to it")
     made.add_argument("--no-shared-prompts", action="store_true", help="as with learner.share_prompts: false")
+    made.add_argument("--text-alone", action="store_true", help="as with model.text_alone: true")
     made.add_argument("--trust-remote-code", action="store_true", help="let the model's own code run")
     made.add_argument("--out", type=Path, metavar="FILE", help="also write the certificate as JSON")
     return made

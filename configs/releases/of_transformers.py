@@ -27,14 +27,19 @@ NEEDS = (
     Need(
         "transformers.modeling_utils.PreTrainedModel",
         "models that the learner trains",
-        has="config",
+        has="config _keep_in_fp32_modules_strict",
         calls=("get_decoder()", "get_output_embeddings()", "num_parameters()"),
     ),
     Need(
         "transformers.configuration_utils.PreTrainedConfig",
         "a model's config",
         has="_attn_implementation_internal _experts_implementation",
-        calls=("get_text_config()", "to_dict()", "save_pretrained(save_directory)"),
+        calls=(
+            "get_text_config()",
+            "to_dict()",
+            "save_pretrained(save_directory)",
+            "get_config_dict(pretrained_model_name_or_path)",
+        ),
     ),
     Need(
         "transformers.modeling_layers.GradientCheckpointingLayer",

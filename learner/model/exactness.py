@@ -230,7 +230,7 @@ def _check_gradients(
         apply_head(model, hidden_states(model, sight, mixture, row), row, options)[0].sum().backward()
     idle = idle_parts.idle_names(model)
     for name, parameter in model.named_parameters():
-        if name in idle:
+        if name in idle or not parameter.requires_grad:
             continue
         if parameter.grad is None:
             raise Inexact(f"its weight {name} has no gradient")

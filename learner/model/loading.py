@@ -1,6 +1,7 @@
 """The initial model: built on the meta device, then filled with weights sharded over the ranks."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,12 +20,14 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 
 from configs.architecture import MUTUAL, PROVEN
 from configs.load import ConfigError
+from configs.model_sizes import oversized
 from configs.schema import ModelConfig
 from learner.model import bounds, state
 from learner.model.experts.mixture import IMPLEMENTATION, has_experts
 from learner.model.idle_parts import TEXT_ALONE, nests_text, sees
 from learner.model.master_weights import MasterWeights, rows_of
 from learner.model.towers import tower_parts
+from learner.model.untrained import keep_vectors
 
 Initial = Callable[[str, torch.Size], Tensor]
 """(name, shape) -> the parameter at version 0."""
@@ -39,7 +42,8 @@ WRONG_VALUES = (StrictDataclassError, ArithmeticError, AttributeError, LookupErr
 def read_config(model: ModelConfig) -> PreTrainedConfig:
     """Read the model's config. Raises ConfigError."""
     try:
-        config = AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
+        wrong = list(oversized(PreTrainedConfig.get_config_dict(model.path)[0]))
+        config = None if wrong else AutoConfig.from_pretrained(model.path, trust_remote_code=model.trust_remote_code)
     except (ValueError, OSError) as error:
         if "trust_remote_code" in str(error) and not model.trust_remote_code:
             remedy = "read that code and set model.trust_remote_code: true, or take another model"
@@ -49,6 +53,8 @@ def read_config(model: ModelConfig) -> PreTrainedConfig:
         problem = f"model.path: {model.path}: config.json has a value that transformers refuses"
         why = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
         raise ConfigError([f"{problem} ({why}); correct it"]) from None
+    if wrong:
+        raise ConfigError([f"model.path: {model.path}: {line}" for line in wrong])
     assert isinstance(config, PreTrainedConfig)
     if model.text_alone:
         setattr(config, TEXT_ALONE, True)
@@ -71,6 +77,7 @@ def build(config: PreTrainedConfig, attention: str, device: torch.device, truste
         )
     assert isinstance(empty, PreTrainedModel)
     empty.train()
+    keep_vectors(empty)
     if config.model_type not in PROVEN and has_blocks(empty):
         bounds.follow(blocks(empty))
         state.separate(blocks(empty))
@@ -148,7 +155,7 @@ def distribute_weights(
     `initial` gives an adapter's weights; a critic's head is zeros. `masters` keep trained weights before they are
     rounded.
     """
-    source = _read(model) if dist.get_rank() == 0 else {}
+    source = _read(model, empty) if dist.get_rank() == 0 else {}
     first_name = {id(parameter): name for name, parameter in empty.named_parameters()}
     filled: dict[str, nn.Parameter] = {}
     for name, parameter in empty.named_parameters(remove_duplicate=False):
@@ -211,9 +218,21 @@ def _may_lack(module: nn.Module) -> bool:
     return next(module.parameters(), None) is not None or next(module.buffers(), None) is None
 
 
-def _read(model: ModelConfig) -> dict[str, Tensor]:
-    read = read_whole(model)
+def _read(model: ModelConfig, empty: PreTrainedModel) -> dict[str, Tensor]:
+    with _in_float32(type(empty), [name for name, _ in persistent_buffers(empty)]):
+        read = read_whole(model)
     return {name: x.detach() for name, x in [*read.named_parameters(), *read.named_buffers()]}
+
+
+@contextmanager
+def _in_float32(kind: type[PreTrainedModel], names: Sequence[str]) -> Iterator[None]:
+    """transformers rounds what it reads of bfloat16 models, but for names in this list."""
+    before = kind._keep_in_fp32_modules_strict
+    kind._keep_in_fp32_modules_strict = [*(before or ()), *names]
+    try:
+        yield
+    finally:
+        kind._keep_in_fp32_modules_strict = before
 
 
 def init_random(

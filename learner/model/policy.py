@@ -36,6 +36,7 @@ from learner.model.prefix_sharing import PrefixSharing
 from learner.model.recomputing import recompute
 from learner.model.top_tokens import TopTokens
 from learner.model.unshard import is_sharded, own_rows, unshard
+from learner.model.untrained import set_trained
 from learner.model.value_head import replace_head, values
 from learner.weights.plan import Spec
 
@@ -110,7 +111,7 @@ class Policy(nn.Module):
 
     def _choose_trained(self, model: ModelConfig, learner: LearnerConfig, frozen: bool) -> None:
         """Adapters, FP8 and frozen parts change the layers: this comes before all that looks at them."""
-        self.model.requires_grad_(not frozen)
+        set_trained(self.model, not frozen)
         if model.lora:
             adapt(self.model, model.lora, self.dtype)
         if learner.matmul == "fp8":
@@ -239,7 +240,7 @@ class Policy(nn.Module):
         return unshard((each._replace(scale=1.0) for each in factors(self.model)), self.device, torch.float32)
 
     def frozen_names(self) -> frozenset[str]:
-        """Weights of `model.freeze` and of idle parts."""
+        """Weights of `model.freeze`, of idle parts, and those that the model's own code freezes."""
         idle = idle_names(self.model)
         every: list[tuple[str, Tensor]] = [(name, p) for name, p, _ in self._published() if not p.requires_grad]
         every += [(name, buffer) for name, buffer in self._published_buffers() if name in idle]

@@ -185,6 +185,8 @@ def _narrow_state(text: Any) -> None:
     keys, values = (getattr(text, f"linear_num_{which}_heads", None) for which in ("key", "value"))
     if isinstance(keys, int) and isinstance(values, int):
         text.linear_num_key_heads, text.linear_num_value_heads = 2, 2 * (values // keys)
+    if isinstance(getattr(text, "linear_num_heads", None), int):
+        text.linear_num_heads = 2
     if isinstance(given := getattr(text, "linear_attn_config", None), dict) and "num_heads" in given:
         text.linear_attn_config = given | {"num_heads": 2}
     size, expand = getattr(text, "mamba_d_head", None), getattr(text, "mamba_expand", None)

@@ -78,6 +78,8 @@ def products(layer: Any) -> int:
     """
     if hasattr(layer, "head_k_dim"):
         return int(3 * layer.num_v_heads * layer.head_k_dim * layer.head_v_dim)
+    if type(layer).__name__.endswith("DeltaAttention"):
+        return int(3 * layer.num_heads * layer.head_dim**2)
     if hasattr(layer, "ssm_state_size"):
         wide = layer.num_heads * layer.head_dim if hasattr(layer, "num_heads") else layer.intermediate_size
         return int(2 * wide * layer.ssm_state_size)

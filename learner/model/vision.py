@@ -54,9 +54,10 @@ def freeze(model: PreTrainedModel, parts: Sequence[str]) -> None:
     seeing = tower_parts(model)
     if seeing is None or not parts:
         return
-    seeing.tower.requires_grad_("vision" not in parts)
-    for projector in seeing.projectors:
-        projector.requires_grad_("projector" not in parts)
+    projected = {parameter for projector in seeing.projectors for parameter in projector.parameters()}
+    for parameter in {*seeing.tower.parameters()} | projected:  # projectors may be parts of the tower
+        if ("projector" if parameter in projected else "vision") in parts:
+            parameter.requires_grad_(False)
 
 
 class Sight:

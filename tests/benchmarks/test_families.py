@@ -10,6 +10,7 @@ import torch
 
 from benchmarks.models.__main__ import kept
 from benchmarks.models.families import config_of, families
+from configs.model_sizes import oversized
 from configs.schema import ModelConfig
 from learner.certify.certifier import OPTIONS, certify_config, write_copy
 from learner.certify.numbers import coefficients, expected, gradients_of, placed
@@ -20,7 +21,14 @@ from learner.model.policy import Policy
 from tests.harness.certified import two_ranks
 from tests.harness.world import alone
 
-FAST = ("llama 3.1 (llama3 rope)", "mistral 0.1 (window)", "qwen3_moe", "granite 3 (multipliers)", "internvl")
+FAST = (
+    "llama 3.1 (llama3 rope)",
+    "mistral 0.1 (window)",
+    "qwen3_moe",
+    "granite 3 (multipliers)",
+    "internvl",
+    "ernie4_5_moe",
+)
 
 
 @pytest.fixture(scope="module")
@@ -80,6 +88,11 @@ def test_a_family_is_trained_in_bfloat16_too(name: str, tmp_path: Path) -> None:
         )
     off, theirs = (float((x.detach() - exact).abs().mean()) for x in (ours, rounded))
     assert off < 2 * theirs + 0.05  # experts that a token flips to decide the rest
+
+
+@pytest.mark.long
+def test_no_family_is_refused_for_its_sizes() -> None:
+    assert not {name: lines for name in families() if (lines := list(oversized(config_of(name).to_dict())))}
 
 
 def test_the_table_has_enough_families() -> None:

@@ -38,6 +38,12 @@ ENGINE, TRUE = "rollout.engine", "rollout.routing_replay: true"
             "policy; use another device, or a model that docs/experts.md lists",
         ),
         (
+            {**QWEN, "model_type": "afmoe"},
+            ["rollout.device=cpu"],
+            "model.path: MODEL is of type afmoe, of which vLLM on this device (cpu) cannot load the bias of a router's "
+            "scores again; use another device, or a model that docs/experts.md lists",
+        ),
+        (
             {**QWEN, "model_type": "new_moe"},
             ["weights.probe_every=0"],
             "weights.probe_every: 0, and MODEL is of type new_moe, whose experts only a probe of the first policy "

@@ -58,6 +58,7 @@ DENSE_FIRST = {"first_k_dense_replace": 1}
 DEEPSEEK_V3 = {**DENSE_FIRST, "topk_method": "noaux_tc", "scoring_func": "sigmoid"}
 """As in the published config.json: vLLM reads keys that transformers does not write by itself."""
 MINIMAX = {"rotary_dim": 64, "scoring_func": "sigmoid", "use_routing_bias": True, "use_qk_norm": True}
+AFMOE = {"n_group": 1, "topk_group": 1, "score_func": "sigmoid", "route_norm": True}
 GRAPHS: dict[str, Any] = {"max_cudagraph_capture_size": 16}
 FAMILIES: dict[str, Family] = {
     "glm4_moe": Family("glm4_moe"),
@@ -71,6 +72,8 @@ FAMILIES: dict[str, Family] = {
     "qwen3_next": Family("qwen3_next", engine=DELTA_RULE),
     "qwen3_5_moe": Family("qwen3_5_moe", engine=DELTA_RULE, idle="model.visual."),
     "ernie4_5_moe": Family("ernie4_5_moe"),
+    "afmoe": Family("afmoe", AFMOE),
+    "laguna": Family("laguna"),
     "minimax_m2": Family("minimax_m2", MINIMAX),
     "granitemoe": Family("granitemoe"),
     "gpt_oss, graphs": Family("gpt_oss", engine=GRAPHS),

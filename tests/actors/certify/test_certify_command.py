@@ -17,6 +17,7 @@ from configs.load import ConfigError
 from configs.schema import ModelConfig
 from learner.certify import process
 from tests.harness.certified import tiny_config
+from tests.harness.pictured import seeing_model
 from tests.harness.world import ROOT
 
 HOLDS = judged("packed documents = alone", 3e-6, 1e-4)
@@ -60,9 +61,27 @@ def test_the_exit_code_says_whether_it_holds(
 def test_flags_reach_the_model(monkeypatch: Any) -> None:
     asked = []
     monkeypatch.setattr(process, "made", lambda model, share: asked.append((model, share)) or certificate(HOLDS))
-    assert command.main(["a/b", "--no-shared-prompts", "--trust-remote-code"]) == 0
+    assert command.main(["a/b", "--no-shared-prompts", "--trust-remote-code", "--text-alone"]) == 0
     ((model, share),) = asked
-    assert (model.path, model.trust_remote_code, share) == ("a/b", True, False)
+    assert (model.path, model.trust_remote_code, model.text_alone, share) == ("a/b", True, True, False)
+
+
+def test_the_text_of_a_text_model_is_no_part_of_it(tmp_path: Path, capsys: Any) -> None:
+    tiny_config("llama").save_pretrained(tmp_path)
+    assert command.main([str(tmp_path), "--text-alone"]) == 2
+    line = f"--text-alone: {tmp_path} (llama) is no multimodal model; leave it out\n"
+    assert capsys.readouterr().err == line
+
+
+@pytest.mark.long
+def test_the_command_certifies_a_model_that_sees_on_text_alone(tmp_path: Path) -> None:
+    """As each start of a run with `model.text_alone`: images are not compared."""
+    model = seeing_model(tmp_path, "qwen3_vl")
+    done = certified(model.path, "--text-alone", "--out", str(tmp_path / "out.json"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = read(tmp_path / "out.json")
+    assert found is not None and found.checks
+    assert not [check.what for check in found.checks if "image" in check.what]
 
 
 def test_what_cannot_be_read_is_one_line(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:

@@ -71,12 +71,28 @@ def test_heads_of_a_state_fit_the_width_of_the_copy() -> None:
     type(little).from_dict(little.to_dict())  # transformers refuses heads that do not fit when it reads them
 
 
+LISTED = {"full_attn_layers": [2, 4], "kda_layers": [1, 3], "num_heads": 32, "head_dim": 128}
+"""As Kimi Linear's published config.json writes what its layers are."""
+
+
+@pytest.mark.parametrize("given", [{}, {"linear_attn_config": LISTED}], ids=["by default", "listed"])
+def test_a_small_copy_has_few_heads_of_a_delta_rule(given: dict[str, Any]) -> None:
+    """Torch computes [heads, 64, 64, 128] numbers for each 64 tokens: with 32 heads a certificate took minutes."""
+    config = AutoConfig.for_model("kimi_linear", num_hidden_layers=4, **given)
+    little = small(config)
+    assert config.linear_num_heads == 32 and (little.linear_num_heads, little.linear_head_dim) == (2, 128)
+    assert type(little).from_dict(little.to_dict()).linear_num_heads == 2  # it is read again from its file
+
+
 RULES: dict[str, dict[str, Any]] = {
     "deepseek_v3": {"num_hidden_layers": 61, "first_k_dense_replace": 3},
     "jamba": {"num_hidden_layers": 32, "attn_layer_offset": 4, "attn_layer_period": 8},
     "bamba": {"num_hidden_layers": 32, "attn_layer_indices": [9, 18, 27]},
     "lfm2_moe": {"num_hidden_layers": 6, "layer_types": ["conv", "conv", "full_attention"] * 2, "num_dense_layers": 2},
     "gemma4_text": {"num_hidden_layers": 35, "num_kv_shared_layers": 20},
+    "ernie4_5_moe": {"num_hidden_layers": 54, "moe_layer_start_index": 3, "moe_layer_end_index": 53},
+    "afmoe": {"num_hidden_layers": 56, "num_dense_layers": 2},
+    "laguna": {"num_hidden_layers": 40, "num_attention_heads_per_layer": [48, 64, 64, 64] * 10},
 }
 """Published configs whose rules, not lists, say which block is of which kind."""
 

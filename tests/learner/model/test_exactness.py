@@ -20,7 +20,7 @@ from configs.load import ConfigError
 from configs.schema import LoraConfig, ModelConfig
 from learner.model import loading
 from learner.model.exactness import check_exact, reasons
-from learner.model.microbatch import lay_out
+from learner.model.microbatch import lay_out, one_document
 from learner.model.shrink import small, stir
 from tests.harness.world import policy_of
 
@@ -77,11 +77,6 @@ REFUSED = {
             "layers_block_type": ["hybrid", "hybrid", "mamba"],
         },
         "Zamba2HybridLayer shares weights with another block",
-    ),
-    "a weight without gradient": (
-        "ernie4_5_moe",
-        {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32, "moe_layer_start_index": 1},
-        "e_score_correction_bias has no gradient",
     ),
     "a state that another sequence changes": (
         "minimax",
@@ -193,12 +188,37 @@ class HasExperts(Looks):
         return self.experts[0](hidden)
 
 
+class HasIdleWeight(Looks):
+    """A weight that no token passes."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__(mlp)
+        self.rest = nn.Parameter(torch.zeros(3))
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inner(hidden)
+
+
+class HasFrozenWeights(Looks):
+    """A vector and a matrix that the model's own code never trains."""
+
+    def __init__(self, mlp: nn.Module) -> None:
+        super().__init__(mlp)
+        width = COMMON["hidden_size"]
+        self.shift = nn.Parameter(torch.ones(1, width), requires_grad=False)
+        self.mix = nn.Linear(width, width, bias=False).requires_grad_(False)
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.inner(hidden) + self.mix(hidden + self.shift)
+
+
 AutoConfig.register("unheard_of", Unknown.config_class)
 AutoModelForCausalLM.register(Unknown.config_class, Unknown)
 PARTS = {
     LooksBack: r"its LooksBack \(layers\.0\.mlp\) gives .*: the log-probabilities of packed documents would be",
     Drops: r"its Drops \(layers\.0\.mlp\) gives a token another output",
     DropsByModule: r"its dropout cannot be switched off \(model\.layers\.0\.mlp\.rest\.p: 0\.1\)",
+    HasIdleWeight: r"its weight model\.layers\.0\.mlp\.rest has no gradient",
     HasExperts: r"it has experts \(model\.layers\.0\.mlp\) that its config does not count",
 }
 
@@ -208,6 +228,19 @@ def test_an_unknown_family_is_refused_by_its_changed_part(part: type[nn.Module])
     Unknown.part = part
     (reason,) = reasons(Unknown.config_class(**COMMON))
     assert re.search(PARTS[part], reason), reason
+
+
+def test_weights_that_the_model_itself_freezes_stay_frozen(tmp_path: Path, mesh: Any) -> None:
+    Unknown.part = HasFrozenWeights
+    config = Unknown.config_class(**COMMON)
+    assert reasons(config) == [] and worst_difference(config, tmp_path, mesh) < 1e-4
+    policy = policy_of(ModelConfig(path=str(tmp_path), dtype="float32"), mesh)
+    policy(one_document([2, 3, 4, 5]))[0].sum().backward()
+    layers = [f"model.layers.{number}.mlp" for number in range(COMMON["num_hidden_layers"])]
+    without = {name for name, parameter in policy.model.named_parameters() if parameter.grad is None}
+    assert without == {f"{layer}.mix.weight" for layer in layers} == policy.frozen_names()
+    published = {name for name, _ in policy.full_weights()}
+    assert published >= without | {f"{layer}.shift" for layer in layers}
 
 
 def test_the_refusal_names_folder_type_and_remedy(tmp_path: Path) -> None:

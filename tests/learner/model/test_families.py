@@ -216,11 +216,21 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         TIED | EXPERTS | {"layer_types": ["conv", "conv", "full_attention"], "num_dense_layers": 1},
     ),
     "minimax_m2": ("minimax_m2", {"num_local_experts": 4, "num_experts_per_tok": 2, "rotary_dim": 16}),
+    "ernie4_5_moe": ("ernie4_5_moe", {"moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32}),
+    "afmoe": ("afmoe", EXPERTS | SLIDING),
+    "laguna": ("laguna", EXPERTS | SLIDING | {"shared_expert_intermediate_size": 32}),
+    "kimi_linear": (
+        "kimi_linear",
+        ROUTED
+        | LATENT
+        | {"head_dim": ..., "linear_num_heads": 2, "linear_head_dim": 16, "layer_types": DELTA_RULE["layer_types"]},
+    ),
     "hunyuan_moe": ("hunyuan_v1_moe", {"num_experts": 4, "moe_topk": 2, "moe_intermediate_size": 32}),
 }
 FAST = (
     *("mistral", "gemma2", "gemma4", "granite", "cohere", "phi", "olmo3", "glm4", "qwen3_5", "lfm2", "nemotron_h"),
     *("falcon_h1", "minicpm3", "stablelm", "apertus", "gpt_neox", "gpt_oss", "deepseek_v3", "qwen3_next", "mixtral"),
+    "ernie4_5_moe",
 )
 """Families of the fast tests: each part that is special at least once."""
 LEARNER = LearnerConfig(head_chunk_tokens=32, activation_checkpointing="block", gather="pass")

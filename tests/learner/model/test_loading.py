@@ -89,6 +89,17 @@ def test_random_weights_leave_the_buffers_that_the_config_gives(family: str, tmp
     assert all(bool(torch.isfinite(x).all()) for x in empty.parameters())
 
 
+def test_a_config_is_refused_before_transformers_makes_lists_of_it(tmp_path: Path) -> None:
+    AutoConfig.for_model("qwen3", num_hidden_layers=2).save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    del config["layer_types"]  # transformers makes one of so many
+    (tmp_path / "config.json").write_text(json.dumps(config | {"num_hidden_layers": 1001}))
+    with pytest.raises(ConfigError) as refused:
+        read_config(ModelConfig(path=str(tmp_path)))
+    what = "num_hidden_layers in its config.json is 1001, and at most 1,000 are read"
+    assert refused.value.problems == (f"model.path: {tmp_path}: {what}; correct it or download the model again",)
+
+
 def test_a_model_with_code_of_its_own_is_refused_with_the_key_that_runs_it(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "own", "auto_map": {"AutoConfig": "own.Config"}}))
     with pytest.raises(ConfigError, match=r"needs Python code of its own; read that code and set model.trust_remote_"):

@@ -74,6 +74,12 @@ def test_flops_and_memory_of_a_hybrid(tmp_path: Path, name: str, attending: int,
     assert expected.total(1024) > expected.total(0) + 1024 * 4 * 64 * 3
 
 
+def test_a_delta_rule_with_a_decay_for_each_channel_is_counted_too(tmp_path: Path) -> None:
+    config_of("kimi_linear").save_pretrained(tmp_path)
+    first, *_ = loading.blocks(loading.build_on_meta(ModelConfig(path=str(tmp_path)), attention.registered("sdpa")))
+    assert [state.products(layer) for layer in state.layers_of(first)] == [3 * 2 * 16 * 16]
+
+
 @pytest.mark.parametrize(
     ("config", "words"),
     [
