@@ -37,11 +37,8 @@ def tune(out: Path, folder: Path, rows: Iterator[Row], sections: Sections) -> fl
     training fails, this process ends with its exit code.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    demonstrations, file, versions = (
-        folder / "demonstrations.jsonl",
-        folder / "lesson.yaml",
-        sections["run"]["versions"],
-    )
+    demonstrations, file = folder / "demonstrations.jsonl", folder / "lesson.yaml"
+    versions = sections["run"]["versions"]
     write_down(demonstrations, islice(rows, versions * sections["sft"]["rows"]))
     own = {"run": {**sections["run"], "name": "run", "folder": str(folder)}}
     own |= {"data": {**sections.get("data", {}), "train": str(demonstrations), "shuffle": False, "epochs": 1}}

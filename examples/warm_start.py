@@ -2,7 +2,7 @@
 
 Used by the `make_model.py` of examples, which say what answers: reinforcement learning is to begin with a model that
 has the form of an answer and errs on purpose. Writes random weights, and trains them with `python -m learner sft`.
-Takes about a minute on one thread; the same arguments give the same weights. The demonstrations, the random model and
+Takes a minute or two on one thread; the same arguments give the same weights. The demonstrations, the random model and
 the run stay in `warm_start/`.
 """
 

@@ -1,7 +1,7 @@
 """Make the quickstart's model: a character tokenizer and a Qwen2 of 212 thousand parameters, warm-started on Countdown.
 
 `python -m examples.countdown.make_model --problems DIR/train.parquet --out MODEL` writes a Hugging Face folder. It
-reads the training problems only; the model never sees the held-out ones. Takes about a minute on one thread, with
+reads the training problems only; the model never sees the held-out ones. Takes a minute or two on one thread, with
 `python -m learner sft`. The same arguments give the same weights, and an existing model is kept.
 
 The warm start is corrupted on purpose, to leave reinforcement learning something to do: 40 % of the expressions are

@@ -235,7 +235,7 @@ def test_the_quickstart_with_a_teacher_differs_in_the_teacher_only():
 
 def test_ctrl_c_ends_the_warm_start_with_its_training_and_without_a_traceback(tmp_path: Path) -> None:
     make_problems.write(make_problems.parse(["--out", str(tmp_path)]))
-    words = ["--problems", str(tmp_path / "train.parquet"), "--out", str(tmp_path / "model"), "--steps", "5000"]
+    words = ["--problems", str(tmp_path / "train.parquet"), "--out", str(tmp_path / "model"), "--steps", "200"]
     command = [sys.executable, "-m", "examples.countdown.make_model", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout
@@ -245,3 +245,4 @@ def test_ctrl_c_ends_the_warm_start_with_its_training_and_without_a_traceback(tm
         assert "Traceback" not in shown
     assert process.returncode == -signal.SIGINT
     assert not (tmp_path / "model" / "config.json").exists()
+    assert not (tmp_path / "model" / "warm_start" / "run" / "metrics.jsonl").exists(), "it went on without its parent"
