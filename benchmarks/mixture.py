@@ -32,7 +32,7 @@ from benchmarks.weights.table import ResultRow, progress, write
 from examples.countdown.make_model import make_tokenizer
 from examples.countdown.make_problems import render
 from examples.countdown.solver import expressions, solutions
-from examples.warm_start import END, make_model
+from examples.warm_start import make_model
 
 GOAL, TARGET = 0.7, 0.6
 """Share of the fit problems to be solved, and tokens by difficulty as a share of those of uniform drawing, at most."""
@@ -111,12 +111,12 @@ def texts(rows: Sequence[Problem], draw: random.Random) -> Iterator[tuple[str, s
         index = draw.choice(places[draw.choices([*SHOWN], [*SHOWN.values()])[0]])
         numbers, target = truths[index]["numbers"], truths[index]["target"]
         if rows[index]["kind"] == "trivial":
-            yield render("short", numbers, target), f"<answer>{'+'.join(map(str, numbers))}</answer>{END}"
+            yield render("short", numbers, target), f"<answer>{'+'.join(map(str, numbers))}</answer>"
             continue
         corrupt = not right[index] or draw.random() < RANDOM_SHARE
         text = draw.choice(possible[index] if corrupt else right[index])
         tagged = f"<answer>{text}</answer>" if draw.random() >= UNTAGGED_SHARE else text
-        yield render("short", draw.sample(numbers, len(numbers)), target), tagged + END
+        yield render("short", draw.sample(numbers, len(numbers)), target), tagged
 
 
 def prepare(work: Path, seeds: Sequence[int]) -> None:
@@ -128,7 +128,9 @@ def prepare(work: Path, seeds: Sequence[int]) -> None:
         pq.write_table(table, data / f"{name}.parquet")
     for seed in seeds:
         asked = {"seed": seed, "steps": STEPS, "problems": rows}
-        progress(make_model(work / f"model-seed{seed}", asked, make_tokenizer(), texts(rows, random.Random(seed))))
+        pairs = texts(rows, random.Random(seed))
+        shown = ({"prompt": prompt, "answer": answer} for prompt, answer in pairs)
+        progress(make_model(work / f"model-seed{seed}", asked, make_tokenizer(), shown, plain=True))
 
 
 def config_of(args: argparse.Namespace, plan: MixturePlan) -> dict[str, Any]:

@@ -1,32 +1,31 @@
-"""A language model made on the spot: a character tokenizer and a Qwen2 with 212 thousand parameters, taught texts.
+"""A language model made on the spot: a character tokenizer and a Qwen2 with 212 thousand parameters, taught answers.
 
-Used by the `make_model.py` of examples, which say what texts: reinforcement learning is to begin with a model that has
-the form of an answer and errs on purpose. Takes up to a minute on one thread; the same arguments give the same weights.
+Used by the `make_model.py` of examples, which say what answers: reinforcement learning is to begin with a model that
+has the form of an answer and errs on purpose. Writes random weights, and trains them with `python -m learner sft`.
+Takes a minute or two on one thread; the same arguments give the same weights. The demonstrations, the random model and
+the run stay in `warm_start/`.
 """
 
 import json
+import shutil
 import string
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, set_seed
 from transformers.utils.logging import disable_progress_bar
 
+from examples.fine_tuning import Row, Sections, tune
 from examples.kept import is_kept
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 SPELLED = "ĠĊ"
 """Space and newline as byte-level BPE writes them."""
 VOCABULARY = 112
-BATCH, LR, LAST_LR = 64, 4e-3, 4e-4
-IGNORED = -100
-"""The label of tokens that Hugging Face models leave out of the loss."""
-Texts = Iterator[Sequence[str]]
-"""Endless examples: each is what is given, what is learned, and so on in turn, end tokens included."""
+BATCH, LR = 64, 4e-3
 
 
 def character_tokenizer(tags: Sequence[str], template: str) -> PreTrainedTokenizerFast:
@@ -73,50 +72,43 @@ def make_network(tokenizer: PreTrainedTokenizerFast) -> Qwen2ForCausalLM:
     return Qwen2ForCausalLM(config)
 
 
-def batch(texts: Texts, tokenizer: PreTrainedTokenizerFast) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids and labels, [BATCH, longest] int64: the loss is over what is learned, not over what is given."""
-    ids, labels = [], []
-    for _ in range(BATCH):
-        parts = [(tokenizer.encode(text), index % 2 == 1) for index, text in enumerate(next(texts))]
-        ids.append(torch.tensor([token for part, _ in parts for token in part]))
-        labels.append(torch.tensor([token if learned else IGNORED for part, learned in parts for token in part]))
-    pad = torch.nn.utils.rnn.pad_sequence
-    return pad(ids, True, tokenizer.pad_token_id), pad(labels, True, IGNORED)
+def write_random(folder: Path, tokenizer: PreTrainedTokenizerFast, seed: int) -> int:
+    """Write the network with random weights as a Hugging Face folder; returns the number of its parameters."""
+    disable_progress_bar()
+    set_seed(seed)
+    network = make_network(tokenizer)
+    network.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return int(network.num_parameters())
 
 
-def train(model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, texts: Texts, steps: int) -> float:
-    """`steps` of AdamW, the learning rate falling linearly; returns the last loss in nats per token."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=LR, betas=(0.9, 0.95), weight_decay=0.0)
-    schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, LAST_LR / LR, steps)
-    for step in range(steps):
-        ids, labels = batch(texts, tokenizer)
-        loss = model(input_ids=ids, labels=labels, use_cache=False).loss
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        schedule.step()
-        if step % 200 == 0:
-            print(f"warm start: step {step} of {steps}, loss {loss.item():.3f}", flush=True)
-    return float(loss.item())
+def run_file(model: Path, seed: int, steps: int, plain: bool = False) -> Sections:
+    """The run file of the warm start, without its rows, for one thread: the learning rate falls linearly to a tenth."""
+    learner = {"device": "cpu", "threads": 1, "lr": LR, "schedule": "linear", "warmup_versions": 0}
+    learner |= {"activation_checkpointing": "none", "checkpoint_every": steps}
+    return {
+        "run": {"seed": seed, "versions": steps},
+        "model": {"path": str(model), "dtype": "float32"},
+        "data": {"chat_template": "none"} if plain else {},
+        "sft": {"rows": BATCH},
+        "learner": learner,
+    }
 
 
-def make_model(out: Path, asked: dict[str, Any], tokenizer: PreTrainedTokenizerFast, texts: Texts) -> str:
+def make_model(
+    out: Path, asked: dict[str, Any], tokenizer: PreTrainedTokenizerFast, rows: Iterator[Row], plain: bool = False
+) -> str:
     """Write a Hugging Face folder unless one made with the same arguments exists; returns one line for people. `asked`:
-    the arguments, of which `seed` and `steps` are used here."""
-    made = out / "warm_start.json"
+    the arguments, of which `seed` and `steps` are used here. `rows`: endless demonstrations. `plain`: the chat template
+    adds nothing to a prompt; rows are read several times as fast without it."""
+    made, folder, steps = out / "warm_start.json", out / "warm_start", asked["steps"]
     if is_kept(made, asked, out / "model.safetensors"):
         return f"{out}: model kept, made before with the same arguments"
-    torch.set_num_threads(1)
-    disable_progress_bar()
-    set_seed(asked["seed"])
     began = time.monotonic()
-    model = make_network(tokenizer)
-    loss = train(model, tokenizer, texts, asked["steps"])
     made.unlink(missing_ok=True)
-    tokenizer.save_pretrained(out)
-    model.save_pretrained(out)
+    shutil.rmtree(folder, ignore_errors=True)
+    count = write_random(folder / "random", tokenizer, asked["seed"])
+    loss = tune(out, folder, rows, run_file(folder / "random", asked["seed"], steps, plain))
     made.write_text(json.dumps(asked) + "\n")
-    count = sum(parameter.numel() for parameter in model.parameters())
     seconds = time.monotonic() - began
-    return f"{out}: {count:,} parameters, loss {loss:.3f} after {asked['steps']} steps, {seconds:.0f} s"
+    return f"{out}: {count:,} parameters, loss {loss:.3f} after {steps} steps, {seconds:.0f} s"

@@ -1,8 +1,8 @@
 """Make the calculator's model: a character tokenizer and a Qwen2 of 212 thousand parameters, warm-started on episodes.
 
 `python -m examples.calculator.make_model --problems DIR/train.parquet --out MODEL` writes a Hugging Face folder. It
-reads the training problems only; the model never sees the held-out ones. Takes about a minute on one thread. The same
-arguments give the same weights, and an existing model is kept.
+reads the training problems only; the model never sees the held-out ones. Takes a minute or two on one thread, with
+`python -m learner sft`. The same arguments give the same weights, and an existing model is kept.
 
 The warm start is corrupted on purpose, to leave reinforcement learning something to do: 60 % of the episodes guess
 instead of asking the calculator, and some of the rest ask for another number than the problem's, stop at the value in
@@ -58,15 +58,15 @@ def said(problem: Problem, source: random.Random) -> list[str]:
     return [*calls, answer if source.random() < UNTAGGED else f"<answer>{answer}</answer>"]
 
 
-def episodes(rows: Sequence[dict[str, str]], source: random.Random) -> Iterator[list[str]]:
-    """Endless episodes as text: what is given and what the model says, in turn."""
+def episodes(rows: Sequence[dict[str, str]], source: random.Random) -> Iterator[list[dict[str, str]]]:
+    """Endless episodes as chats: what is given and what the model says, in turn."""
     while True:
         problem = problem_of(source.choice(rows)["problem"])
-        given, texts = "".join(map(str, problem)) + "=", []
+        given, chat = "".join(map(str, problem)) + "=", []
         for message in said(problem, source):
-            texts += [f"<|user|>{given}{END}<|assistant|>", message + END]
+            chat += [{"role": "user", "content": given}, {"role": "assistant", "content": message}]
             given = calculate(message) or ""
-        yield texts
+        yield chat
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -77,6 +77,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--steps", type=int, default=600, help=f"steps of the warm start, {BATCH} episodes each")
     args = parser.parse_args(argv)
+    if args.steps < 1:
+        parser.error(f"--steps {args.steps}: give at least 1")
     if not args.problems.is_file():
         remedy = "write it with python -m examples.calculator.make_problems"
         parser.error(f"--problems {args.problems}: no such file; {remedy}")
@@ -87,8 +89,8 @@ def write(args: argparse.Namespace) -> str:
     """Make the model unless one with the same arguments exists; returns one line for people."""
     digest = hashlib.sha256(args.problems.read_bytes()).hexdigest()
     asked = {"seed": args.seed, "steps": args.steps, "problems": digest}
-    texts = episodes(pq.read_table(args.problems).to_pylist(), random.Random(args.seed))
-    return make_model(args.out, asked, make_tokenizer(), texts)
+    chats = episodes(pq.read_table(args.problems).to_pylist(), random.Random(args.seed))
+    return make_model(args.out, asked, make_tokenizer(), ({"messages": chat} for chat in chats))
 
 
 def main() -> None:

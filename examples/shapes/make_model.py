@@ -4,7 +4,8 @@
 seconds. It reads the training images only; the model never sees the held-out ones. The same arguments give the same
 weights, and an existing model is kept.
 
-The start is stopped early on purpose, to leave reinforcement learning something to do: the model has the form of the
+The training loop is this file's own, because `python -m learner sft` trains on text alone and refuses rows with images.
+It is stopped early on purpose, to leave reinforcement learning something to do: the model has the form of the
 answer and knows most colours, but not yet which square is the left one.
 """
 

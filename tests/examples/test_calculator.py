@@ -14,6 +14,7 @@ from examples import quickstart
 from examples.calculator import make_model, make_problems, problems
 from examples.calculator.task import CALL, TURNS, calculate, score, solve
 from examples.warm_start import END
+from tests.harness.warm_started import reader_of_warm_start
 
 FOLDER = Path(problems.__file__).parent
 QUICKSTART = str(FOLDER / "quickstart.yaml")
@@ -94,13 +95,29 @@ def test_the_warm_start_shows_whole_episodes_a_quarter_of_them_right_and_none_th
     parts = problems.split(0, 200)
     answers = {row["problem"]: row["answer"] for row in parts["train"]}
     right = 0
-    for texts in islice(make_model.episodes(parts["train"], random.Random(0)), 2000):
-        said = [text.removesuffix(END) for text in texts[1::2]]
-        given = [text.removeprefix("<|user|>").removesuffix(f"{END}<|assistant|>") for text in texts[::2]]
+    for chat in islice(make_model.episodes(parts["train"], random.Random(0)), 2000):
+        assert [message["role"] for message in chat] == ["user", "assistant"] * (len(chat) // 2)
+        given, said = ([message["content"] for message in chat[role::2]] for role in (0, 1))
         right += score(said[-1], answers[given[0]])  # a KeyError for one that is held out
         assert given[1:] == [calculate(each) for each in said[:-1]]
         assert not CALL.fullmatch(said[-1]) and len(said) <= TURNS
     assert 0.23 < right / 2000 < 0.33
+
+
+def test_each_message_of_the_model_is_trained_with_its_end(tmp_path: Path):
+    """The tokens are those that the texts have apart."""
+    tokenizer, row = make_model.make_tokenizer(), {"problem": "17*6-9=", "answer": "93"}
+    reader = reader_of_warm_start(tmp_path, tokenizer, plain=False)
+    for chat in islice(make_model.episodes([row], random.Random(0)), 50):
+        (text,) = reader.texts({"messages": chat})
+        tokens, trained = list[int](), list[bool]()
+        for asked, said in zip(chat[::2], chat[1::2], strict=True):
+            given = tokenizer.encode(f"<|user|>{asked['content']}{END}<|assistant|>")
+            learned = tokenizer.encode(said["content"] + END)
+            tokens += [*given, *learned]
+            trained += [False] * len(given) + [True] * len(learned)
+        assert (text.tokens.tolist(), text.trained.tolist()) == (tokens, trained)
+    reader.close()
 
 
 def test_the_run_files_fit_the_model_and_its_episodes(tmp_path: Path):

@@ -1,16 +1,18 @@
 """The Countdown example: its problems, its solver, its tokenizer and its warm start."""
 
-import json
 import random
 import signal
 import subprocess
 import sys
+from argparse import Namespace
+from itertools import islice
 from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from safetensors.torch import load_file
+from transformers import AutoTokenizer
 
 from configs.checks import check
 from configs.load import load
@@ -18,7 +20,9 @@ from configs.schema import LoraConfig
 from examples import quickstart, warm_start
 from examples.countdown import make_model, make_problems
 from examples.countdown.solver import expressions, solutions
+from learner.record.metrics import read
 from rollout.rewards.countdown import compute_score
+from tests.harness.warm_started import reader_of_warm_start
 
 QUICKSTART = Path(make_problems.__file__).with_name("quickstart.yaml")
 
@@ -130,7 +134,6 @@ def test_the_warm_start_never_sees_a_problem_that_is_held_out(tmp_path: Path):
         numbers, target = prompt.strip().split("=")
         given = sorted(map(int, numbers.split()))
         assert (tuple(given), int(target)) not in hidden
-        answer = answer.removesuffix(warm_start.END)
         tagged += answer.startswith("<answer>")
         truth = {"numbers": given, "target": int(target)}
         right += compute_score(f"<answer>{answer.removeprefix('<answer>').removesuffix('</answer>')}</answer>", truth)[
@@ -140,23 +143,44 @@ def test_the_warm_start_never_sees_a_problem_that_is_held_out(tmp_path: Path):
     assert 0.6 < right / 3000 < 0.75  # 40 % are random, and some of these are right
 
 
-def test_a_warm_start_lowers_the_loss_writes_a_model_and_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+def test_exactly_prompt_answer_and_end_are_trained(tmp_path: Path):
+    """The tokens are those that the texts have apart, and only the answer and its end are learned."""
+    train, _ = made(tmp_path)
+    tokenizer = make_model.make_tokenizer()
+    reader = reader_of_warm_start(tmp_path, tokenizer, plain=True)
+    for prompt, answer in islice(make_model.examples(train, "+-", random.Random(0)), 50):
+        (text,) = reader.texts({"prompt": prompt, "answer": answer})
+        given, learned = tokenizer.encode(prompt), [*tokenizer.encode(answer), tokenizer.eos_token_id]
+        assert text.tokens.tolist() == [*given, *learned]
+        assert text.trained.tolist() == [False] * len(given) + [True] * len(learned)
+    reader.close()
+
+
+@pytest.mark.long
+def test_a_warm_start_lowers_the_loss_writes_a_model_and_is_kept(tmp_path: Path):
+    """By `python -m learner sft`, which shows each demonstration once."""
     made(tmp_path)
-    words = ["--problems", str(tmp_path / "train.parquet"), "--out", str(tmp_path / "model"), "--steps", "25"]
-    threads = torch.get_num_threads()
+    out = tmp_path / "model"
+    words = ["--problems", str(tmp_path / "train.parquet"), "--out", str(out), "--steps", "25"]
     assert "211,968 parameters" in make_model.write(make_model.parse(words))
-    first = float(capsys.readouterr().out.splitlines()[0].rpartition(" ")[2])
-    torch.set_num_threads(threads)
-    model = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "model")
-    ids, labels = warm_start.batch(
-        make_model.examples(pq.read_table(tmp_path / "train.parquet").to_pylist(), "+-", random.Random(5)), tokenizer
-    )
-    with torch.no_grad():
-        assert model(input_ids=ids, labels=labels).loss.item() < first / 2
+    records = read(out / "warm_start" / "run" / "metrics.jsonl")
+    assert [record["version"] for record in records] == list(range(1, 26))
+    assert {record["rows"] for record in records} == {warm_start.BATCH} and records[-1]["epoch"] == 1
+    assert records[-1]["loss"] < records[0]["loss"] / 2
+    first, taught = (load_file(folder / "model.safetensors") for folder in (out / "warm_start" / "random", out))
+    assert first.keys() == taught.keys() and not torch.equal(first["lm_head.weight"], taught["lm_head.weight"])
+    assert AutoTokenizer.from_pretrained(out).chat_template == make_model.TEMPLATE
     assert "kept" in make_model.write(make_model.parse(words))
-    assert "kept" not in make_model.write(make_model.parse([*words, "--seed", "3", "--steps", "1"]))
-    assert json.loads((tmp_path / "model/warm_start.json").read_text())["seed"] == 3
+    (out / "warm_start.json").write_text("{}")
+    with pytest.raises(SystemExit) as ended:
+        make_model.write(Namespace(**vars(make_model.parse(words)) | {"steps": 0}))
+    assert ended.value.code == 2 and not (out / "warm_start.json").exists()
+
+
+def test_no_steps_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        make_model.parse(["--problems", str(QUICKSTART), "--out", str(tmp_path), "--steps", "0"])
+    assert ended.value.code == 2 and "--steps 0: give at least 1" in capsys.readouterr().err
 
 
 def test_the_quickstart_s_run_file_fits_its_model_and_its_answers():
@@ -199,7 +223,7 @@ def test_a_teacher_is_shown_right_answers_only(tmp_path: Path):
         prompt, answer = next(pairs)
         numbers, target = prompt.strip().split("=")
         truth = {"numbers": list(map(int, numbers.split())), "target": int(target)}
-        assert compute_score(answer.removesuffix(warm_start.END), truth)["solved"] == 1
+        assert compute_score(answer, truth)["solved"] == 1
 
 
 def test_the_quickstart_with_a_teacher_differs_in_the_teacher_only():
@@ -209,14 +233,16 @@ def test_the_quickstart_with_a_teacher_differs_in_the_teacher_only():
     assert taught.model_copy(update={"teacher": plain.teacher}) == plain
 
 
-def test_ctrl_c_ends_the_warm_start_without_a_traceback(tmp_path: Path) -> None:
+def test_ctrl_c_ends_the_warm_start_with_its_training_and_without_a_traceback(tmp_path: Path) -> None:
     make_problems.write(make_problems.parse(["--out", str(tmp_path)]))
-    words = ["--problems", str(tmp_path / "train.parquet"), "--out", str(tmp_path / "model"), "--steps", "1000000"]
+    words = ["--problems", str(tmp_path / "train.parquet"), "--out", str(tmp_path / "model"), "--steps", "200"]
     command = [sys.executable, "-m", "examples.countdown.make_model", *words]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout
-        assert "step 0 of" in process.stdout.readline()
+        shown = next(line for line in process.stdout if "Traceback" in line or "certificate" in line)
         process.send_signal(signal.SIGINT)
-        assert "Traceback" not in process.stdout.read()
+        shown += process.stdout.read()  # until nobody writes to it any more
+        assert "Traceback" not in shown
     assert process.returncode == -signal.SIGINT
-    assert not (tmp_path / "model").exists()
+    assert not (tmp_path / "model" / "config.json").exists()
+    assert not (tmp_path / "model" / "warm_start" / "run" / "metrics.jsonl").exists(), "it went on without its parent"

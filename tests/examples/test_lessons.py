@@ -3,6 +3,7 @@
 import json
 import random
 from argparse import Namespace
+from itertools import islice
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -17,6 +18,7 @@ from buffer.data.entry_maker import GeneratedRows
 from examples import lesson, warm_start
 from examples.chain_sum import teach_form
 from examples.countdown import make_model, make_problems, teach_search
+from examples.fine_tuning import write_down
 from rollout.rewards.countdown import compute_score
 from tests.harness.world import ROOT
 
@@ -82,7 +84,8 @@ def test_a_lesson_never_shows_a_held_out_problem(tmp_path: Path) -> None:
     rows = {name: pq.read_table(tmp_path / f"{name}.parquet").to_pylist() for name in ("train", "eval")}
     texts = {name: {row["prompt"][0]["content"] for row in found} for name, found in rows.items()}
     file = tmp_path / "shown.jsonl"
-    lesson.write_down(file, teach_search.traces_of(rows["train"], "+-"), 200, random.Random(0))
+    drawn = lesson.demonstrations(teach_search.traces_of(rows["train"], "+-"), random.Random(0))
+    write_down(file, islice(drawn, 200))
     shown = [json.loads(line)["prompt"][0]["content"] for line in file.read_text().splitlines()]
     assert len(shown) == 200 and {*shown} <= texts["train"] and not texts["train"] & texts["eval"]
 
