@@ -65,7 +65,7 @@ def texts_of(
         behind = len(tokens) - image.start - image.picture.num_tokens - 1
         first = PolicyText(LIKELY, tokens, behind, likely=True, images=[image])
         without = {*without, form.vision_start, form.image_token, form.vision_end}
-    draw, known = random.Random(1), [token for token in known_tokens(tokenizer, without) if token < vocabulary]
+    draw, known = random.Random(1), known_tokens(tokenizer, without, vocabulary)
     uncertain, block = ([draw.choice(known) for _ in range(number)] for number in (PROBE_TOKENS, DISTANCE))
     texts = [first, PolicyText(RANDOM, uncertain[:longest], len(uncertain[:longest]) - 1)]
     if longest >= DISTANCE + AGAIN:
@@ -81,10 +81,11 @@ def placeholders(config: Mapping[str, Any]) -> set[int]:
     return named.union(*inner)
 
 
-def known_tokens(tokenizer: Any, without: Collection[int] = ()) -> list[int]:
-    """Tokens of text: all but added ones, some of which stand for an image or a sound."""
-    added = {*tokenizer.added_tokens_decoder, *without}
-    return [token for token in range(len(tokenizer)) if token not in added]
+def known_tokens(tokenizer: Any, without: Collection[int] = (), vocabulary: int | None = None) -> list[int]:
+    """Tokens of text: all but added ones, which may stand for an image or a sound; or all, if there are no others."""
+    size = len(tokenizer) if vocabulary is None else min(len(tokenizer), vocabulary)
+    every = [token for token in range(size) if token not in without] or list(range(size))
+    return [token for token in every if token not in tokenizer.added_tokens_decoder] or every
 
 
 def tokens_of(tokenizer: Any, longest: int, text: str = TEXT, without: Collection[int] = ()) -> list[int]:

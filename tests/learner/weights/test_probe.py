@@ -165,6 +165,17 @@ def test_random_tokens_are_words_of_the_model() -> None:
     assert placeholders(config | {"hidden_size": 8, "id2label": {0: "LABEL_0"}}) == {2, 5, 9}
 
 
+class AddedAlone(NoDigits):
+    """A tokenizer that has nothing but added tokens."""
+
+    added_tokens_decoder: ClassVar[dict[int, str]] = {0: "a", 1: "b", 2: "c"}
+
+
+def test_a_tokenizer_of_added_tokens_alone_has_these() -> None:
+    assert known_tokens(AddedAlone(3), {1}) == [0, 2] and known_tokens(AddedAlone(3), {0, 1, 2}) == [0, 1, 2]
+    assert len(tokens_of(AddedAlone(3), 40, without={0, 1, 2})) == 40
+
+
 class Asked:
     """A policy that notes what it is asked; its log-probability of token i of the row is -i."""
 
