@@ -2,6 +2,7 @@
 
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from functools import lru_cache
 from itertools import takewhile
 from math import ceil
 from pathlib import Path
@@ -20,6 +21,8 @@ from configs.schema import MOST_MESSAGE_MIB, Config, DataConfig
 LOOKED_AT = 1000
 """Rows, evenly spread, whose images' sizes are read."""
 READ_AHEAD = 256
+RECENT = 64
+"""Rows kept as they were read: a row is served, and written to the store in the same turn."""
 
 
 class Problems(Sequence[dict[str, Any]]):
@@ -36,7 +39,7 @@ class Problems(Sequence[dict[str, Any]]):
         place: Callable[[int], str] = lambda row: f"row {row} of data.train",
     ) -> None:
         self.place = place
-        self._number, self._text, self.images = number, row, images
+        self._number, self._text, self.images = number, lru_cache(RECENT)(row), images
         self.digest = digest
         self.shares = shares
         """Rows and weight of each source."""

@@ -113,6 +113,8 @@ def require_servable(row: dict[str, Any], where: str) -> None:
 
 
 def plain(value: Any) -> Any:
+    if isinstance(value, str):  # most are
+        return value
     if isinstance(value, Mapping):
         return {str(key): plain(part) for key, part in value.items()}
     if isinstance(value, list | tuple):

@@ -224,8 +224,8 @@ class PageSums:
                     ENTRY.pack_into(self._memory, ENTRY.size * (page - 1), crc ^ ZEROS)
             if not self._log.is_whole:
                 return self._note_copied()
-            self.log_is_full = self._log.end >= self._log_pages * FRAME
-            if self._log.is_anew or self.log_is_full:
+            is_synced, self.log_is_full = self.log_is_full, self._log.end >= self._log_pages * FRAME
+            if self.log_is_full or (self._log.is_anew and not is_synced):
                 self.sync()
         except DamagedPage:
             raise

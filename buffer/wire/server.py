@@ -1,8 +1,8 @@
 """The buffer's event loop: a socket (`router.py`) in front of `requests.py`.
 
-Each turn reads all messages that are there, commits what they changed in one transaction, and only then sends the
-answers: what is acknowledged is on disk. A thread for commits was slower: it holds the GIL between two waits for the
-disk.
+Each turn reads all messages that are there, and once more those that came meanwhile, commits what they changed in one
+transaction, and only then sends the answers: what is acknowledged is on disk. A thread for commits was slower: it holds
+the GIL between two waits for the disk.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from buffer.resources import MemoryWatch
 from buffer.store.failures import remedy
 from buffer.wire.batches import FREE_AT_ONCE, LoopTurn
 from buffer.wire.requests import PendingRequests
-from buffer.wire.router import Router
+from buffer.wire.router import PASSES, Router
 from configs.entrypoint import made_progress, unless
 from configs.flow.capacity import IN_FLIGHT_BYTES, PARKED_BYTES
 
@@ -93,12 +93,14 @@ class BufferServer:
             await self._wake(self.clock.mark(), at_once=has_parts)
             now = self.clock.mark()
             began, handlers.groups.turn = time.monotonic(), LoopTurn(seconds=0.0)
-            received, more = self._router.receive()
-            if not received:  # a commit looks for itself
-                handlers.store.files.require()
             requests.unsent_bytes = self._router.unsent.total
-            for role, frames in received:
-                requests.receive(frames, now, role)
+            for _ in range(PASSES):
+                received, more = self._router.receive()
+                for role, frames in received:
+                    requests.receive(frames, now, role)
+                if not received:  # a commit looks for itself
+                    handlers.store.files.require()
+                    break
             for identity in self._router.ended(lambda who: known[who].hello.role if who in known else None, now):
                 handlers.peers.on_disconnect(identity, now)
             if not more:  # a server is silent only if no message of it waits to be read

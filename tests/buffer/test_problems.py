@@ -11,7 +11,11 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
+from buffer.ledger.rules import Ledger
+from buffer.ledger.types import Transaction
 from buffer.problems import Problems, ProblemsError, load_problems
+from buffer.store.sqlite import Store
+from buffer.wire.batches import ServedRows
 from configs.schema import DataConfig
 
 TINYZERO = [
@@ -50,6 +54,23 @@ def test_rows_come_back_as_they_are(tmp_path: Path, kind: str, rows: list[Any]) 
     assert msgpack.unpackb(msgpack.packb(problems[3])) == rows[3]
     with pytest.raises(IndexError):
         problems[5]
+
+
+def test_a_row_that_is_served_and_then_written_to_the_ledger_is_read_once() -> None:
+    read = list[int]()
+
+    def row(index: int) -> dict[str, Any]:
+        read.append(index)
+        return dict(EASYR1[index])
+
+    problems = Problems(len(EASYR1), row, "digest")
+    served, ledger = ServedRows(problems), Ledger(len(EASYR1), groups=1, max_staleness=4)
+    with Store(None, problems=problems) as store:
+        for lease in ledger.ask("a", 0, 4, 0.0):
+            assert served.problem(lease.index) == EASYR1[lease.index]
+        store.commit(Transaction(ledger.drain()))
+        assert store._db.execute("SELECT COUNT(*) FROM problems").fetchone() == (4,)
+    assert len(read) == len(set(read)) == 4
 
 
 def test_types_of_parquet_become_types_of_messagepack(tmp_path: Path) -> None:

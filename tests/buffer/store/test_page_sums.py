@@ -166,6 +166,20 @@ def test_checksums_are_synced_if_another_program_had_the_log_begun_anew(tmp_path
         assert synced
 
 
+def test_checksums_are_synced_once_before_the_buffer_has_the_log_begun_anew(tmp_path: Path, monkeypatch: Any) -> None:
+    """The first commit of the new log needs no sync: until there is another one, the log has its pages."""
+    with open_store(tmp_path / "buffer.sqlite") as store:
+        ledger, synced = ledger_of(store), list[bool]()
+        assert store._sums and store._sums._log
+        monkeypatch.setattr(store._sums, "sync", lambda: synced.append(True))
+        store._sums._log_pages = 1
+        accept(store, ledger, 1)
+        assert len(synced) == 1 and not store._sums._log.is_anew
+        store._sums._log_pages = 1000
+        accept(store, ledger, 1)
+        assert len(synced) == 1 and store._sums._log.is_anew
+
+
 def write_until_killed(path: Path, ready: Any) -> None:
     """Commit again and again; the log is begun anew every few commits."""
     store = open_store(path)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from buffer.ledger.types import Transaction
 from buffer.wire import server as wire
 from buffer.wire.batches import FREE_AT_ONCE, GroupCache
 from buffer.wire.message import Frame, pack, unpack
@@ -107,6 +108,27 @@ async def test_no_part_is_made_while_too_much_is_on_its_way(monkeypatch: pytest.
         server._router.unsent.total = 0
         await server.turn()
         assert server.did[-2:] == ["made", "Part"]
+    requests.handlers.store.close()
+
+
+@in_loop
+async def test_groups_that_come_while_others_are_judged_share_their_commit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each commit waits for the disk twice, and ZeroMQ queues few messages of each client."""
+    requests, commits = make_requests(), list[int]()
+    commit = requests.handlers.store.commit
+
+    def counted(transaction: Transaction) -> None:
+        commits.append(len(transaction.payloads))
+        commit(transaction)
+
+    async with Scripted(requests) as server:
+        await server.turn(("a", hello("a")), ("a", Ask(request=1, version=0, room=3)))
+        (work,) = [one for one in server.answers if isinstance(one, Work)]
+        puts = [Put(item=it.item, lease=it.lease, samples=[s.pack() for s in group(it.item)]) for it in work.items]
+        monkeypatch.setattr(requests.handlers.store, "commit", counted)
+        server.turns += [[("rollout", [b"a", pack(10 + at, put)])] for at, put in enumerate(puts[:2])]
+        await server.turn(("a", puts[2]))
+    assert commits == [2, 1] and server.did.count("Stored") == 3
     requests.handlers.store.close()
 
 
