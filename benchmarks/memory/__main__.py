@@ -7,8 +7,8 @@ Each combination is a process of its own for each of its ranks, as many at a tim
 the first of four parts of the list, for a machine that has one of four GPUs; `--only` takes names with one of these
 words. `--card-gib 79.2` makes a larger GPU as small as an 80 GB card: another process holds the rest of its memory.
 `--limit-s 200` starts nothing after so many seconds, and `--explain` adds what holds the peak. Without a GPU `--list
-small` shows that the command works. Random weights. Prints one table and writes JSON after each combination; exits with
-1 if one ran out of memory or is more than 5 % off.
+small` shows that the command works. Random weights. A shape that does not fit is refused before it starts, as a run is.
+Prints one table and writes JSON after each combination; exits with 1 if one ran out of memory or is more than 5 % off.
 """
 
 import argparse
@@ -29,6 +29,7 @@ import torch
 from benchmarks.memory.combinations import COMBINATIONS, CRITICS, SHAPES, SMALL, Combination
 from benchmarks.runs.ports import free_port
 from benchmarks.weights.table import ResultRow, progress, write
+from configs.load import ConfigError
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "benchmarks/results"
@@ -144,6 +145,8 @@ def rows_of(combination: Combination, found: dict[str, Any]) -> list[ResultRow]:
     name = combination.name
     if "error" in found:
         return [ResultRow("FAILED", 0.0, "", found["error"], case=name)]
+    if "refused" in found:
+        return [ResultRow("refused before it starts", 0.0, "", found["refused"], case=name)]
     if not found["peak"]:
         return [ResultRow("estimate; a CPU has no peak", found["estimate"], "GiB", case=name)]
     settings = ", ".join(f"{key} {value}" for key, value in found["settings"].items())
@@ -157,11 +160,13 @@ def rows_of(combination: Combination, found: dict[str, Any]) -> list[ResultRow]:
 
 
 def summary(answers: dict[str, dict[str, Any]], left_out: int) -> list[ResultRow]:
-    """How many failed, and how many are off."""
+    """How many failed, were refused or are off."""
     failed = sum("error" in found for found in answers.values())
+    refused = sum("refused" in found for found in answers.values())
     off = [abs(found["estimate"] / found["peak"] - 1) for found in answers.values() if found.get("peak")]
     return [
         ResultRow(f"of {len(answers)} ran out of memory or failed", failed, "", "limit", 0),
+        ResultRow(f"of {len(answers)} were refused before they start", refused, ""),
         ResultRow(f"of {len(off)} are more than 5 % off", sum(each > TOLERANCE for each in off), "", "limit", 0),
         ResultRow("were not run: time or GPUs", left_out, ""),
     ]
@@ -233,7 +238,11 @@ def main() -> int:
             torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         else:
             torch.set_num_threads(1)
-        print(json.dumps(train(LISTS[args.list][args.one], args.explain)), flush=True)
+        try:
+            found = train(LISTS[args.list][args.one], args.explain)
+        except ConfigError as error:  # what a run says before it starts anything
+            found = {"refused": str(error)}
+        print(json.dumps(found), flush=True)
         sys.stdout.flush()
         os._exit(0)
     if not torch.cuda.is_available() and args.list != "small":

@@ -123,9 +123,11 @@ def _not_shareable(config: PreTrainedConfig, trusted: bool) -> str | None:
 
 def try_out(config: PreTrainedConfig, share: bool, trusted: bool) -> None:
     """Raise Inexact if a small copy is not computed exactly."""
+    _require_blocks(_empty(config, trusted))
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
         theirs, ours = _built(config, trusted)
+    _require_blocks(ours)
     _check_structure(ours)
     with torch.no_grad():
         _compare(theirs, ours, share)
@@ -165,10 +167,23 @@ AttentionInterface.register(TRIED, attention.ATTENTIONS["sdpa"])
 AttentionMaskInterface.register(TRIED, _judge_mask)
 
 
+def _empty(config: PreTrainedConfig, trusted: bool) -> PreTrainedModel | None:
+    """The whole model without weights; None if it cannot be built, which `_built` names."""
+    try:
+        return loading.build(copy.deepcopy(config), TRIED, torch.device("meta"), trusted)
+    except FOREIGN:
+        return None
+
+
+def _require_blocks(model: PreTrainedModel | None) -> None:
+    """Raise Inexact if the model has no list of blocks. The whole model is judged first, because a small copy of RWKV,
+    which has none, takes minutes to get its first weights."""
+    if model is not None and not loading.has_blocks(model):
+        raise Inexact(f"{type(model).__name__} has no decoder.layers, where the learner looks for its blocks")
+
+
 def _check_structure(model: PreTrainedModel) -> None:
     """Find faults that no comparison of log-probabilities shows."""
-    if not loading.has_blocks(model):
-        raise Inexact(f"{type(model).__name__} has no decoder.layers, where the learner looks for its blocks")
     try:
         joined = FileForm(model).joined
     except FOREIGN as error:

@@ -51,7 +51,14 @@ def test_what_is_more_than_5_percent_off_counts_as_off() -> None:
     one = COMBINATIONS[0]
     assert [row.value for row in rows_of(one, FOUND)][:2] == [70.0, pytest.approx(10.0)]
     answers = {"a": FOUND, "b": FOUND | {"estimate": 72.0}, "c": FOUND | {"estimate": 66.0}, "d": {"error": "full"}}
-    assert [row.value for row in summary(answers, 3)] == [1, 2, 3]
+    assert [row.value for row in summary(answers, 3)] == [1, 0, 2, 3]
+
+
+def test_a_shape_that_is_refused_did_not_run_out_of_memory() -> None:
+    refused = {"refused": "learner.tokens_per_microbatch: auto: a sample of 8704 tokens takes 79.8 GiB"}
+    (row,) = rows_of(SHAPES[0], refused)
+    assert row.what.startswith("refused") and row.against == refused["refused"]
+    assert [row.value for row in summary({"a": FOUND, "b": refused}, 0)] == [0, 1, 1, 0]
 
 
 def test_a_critic_is_trained_where_the_list_says_so(tmp_path: Path) -> None:

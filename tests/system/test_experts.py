@@ -11,6 +11,8 @@ from tests.harness.toy import Toy, python
 
 pytestmark = [pytest.mark.long, pytest.mark.vllm, pytest.mark.timeout(900)]
 VERSIONS = 20
+STALENESS = 4
+"""The quickstart's bound on age. A slow machine may be as late with the last policy, since only the newest is sent."""
 
 
 def make_model(folder: Path) -> Path:
@@ -35,7 +37,7 @@ def test_a_mixture_of_experts_trains_and_every_server_computes_what_the_learner_
     assert [record["version"] for record in records] == list(range(1, VERSIONS + 1))
     probes = [record["weights/probe"] for record in records if "weights/version" in record]
     assert len(probes) >= VERSIONS // 2 and 0 < max(probes) < 1e-4
-    assert records[-1]["weights/version"] >= VERSIONS - 1 and records[-1]["weights/failed"] == 0
+    assert records[-1]["weights/version"] >= VERSIONS - 1 - STALENESS and records[-1]["weights/failed"] == 0
     trained = load_file(run.path / "checkpoints" / f"v{VERSIONS:06d}" / "huggingface" / "model.safetensors")
     before = load_file(model / "model.safetensors")
     moved = [float((trained[name] - before[name]).abs().mean()) for name in before if ".experts." in name]
