@@ -183,7 +183,9 @@ def budget_in(
         more += " or learner.context_parallel" * (shards % (2 * config.learner.context_parallel) == 0 and not patches)
         less = "learner.gather: pass, " if config.learner.gather == "batch" else ""
         apart = "algorithm.advantage: group_mean" if keeps_critic(config) else "learner.cpu_offload"
-        change = f"set {less}learner.activation_checkpointing: block or {apart}, or raise {more}"
+        kept = config.learner.activation_checkpointing not in ("block", "offload")
+        less += "learner.activation_checkpointing: block or " * kept
+        change = f"set {less}{apart}, or raise {more}"
         change += ", or lower data.max_pixels" if patches else ""
         raise ConfigError([f"{problem}has {available / GIB:.1f} GiB; {change}"])
     return expected, budget

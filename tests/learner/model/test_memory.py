@@ -336,6 +336,18 @@ def test_budget_on_cpu(tmp_path: Path) -> None:
     assert budget("auto", 10000) == 10009
 
 
+@pytest.mark.parametrize(("way", "named"), [("none", True), ("selective", True), ("block", False)])
+def test_what_is_set_already_is_no_remedy(tmp_path: Path, way: str, named: bool) -> None:
+    given = {"model": tiny_model(tmp_path), "data": {"train": "x"}, "reward": {"function": "x"}}
+    config = Config(**given, learner={"activation_checkpointing": way, "gather": "pass"})
+    with pytest.raises(ConfigError, match=r"tokens_per_microbatch: auto: a sample of ") as refused:
+        memory.budget_in(config, 1 << 20, 1, reference=False, sends=0)
+    assert (
+        "set learner.activation_checkpointing: block or learner.cpu_offload, or raise" in str(refused.value)
+    ) is named
+    assert ("set learner.cpu_offload, or raise" in str(refused.value)) is not named
+
+
 def test_copies_larger_than_a_gpu_are_refused() -> None:
     """More ranks help where each publishes its own rows."""
 
