@@ -3,7 +3,6 @@
 vLLM rearranges experts for its kernel: they go in by its reload, where that was seen to be right.
 """
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +15,7 @@ from rollout.engine.door.vllm_worker import RoutedExperts
 WRITE_THEMSELVES = ("GptOssForCausalLM",)
 """Classes whose `load_weights` writes into the experts' parameters past the loaders that vLLM's reload wraps: after a
 reload they would have the old experts. They load in place if the kernel keeps experts as in the file."""
-EXPERTS = re.compile("expert|moe", re.IGNORECASE)
+EXPERTS = ("expert", "moe")
 """Parts of the names of experts, of what chooses them, and of the layers that have both."""
 METHOD = "UnquantizedFusedMoEMethod"
 BACKENDS = ("CPU", "TRITON")
@@ -40,7 +39,8 @@ def refusal(model: torch.nn.Module, vllm_config: Any) -> str:
 def _has_experts(model: torch.nn.Module) -> bool:
     """Whether a name in the model speaks of experts. A dense Nemotron-H has none, though its config has a number of
     them, and vLLM's `is_moe` reads that number alone."""
-    return any(EXPERTS.search(name) for name, _ in (*model.named_modules(), *model.named_parameters()))
+    names = [name.lower() for name, _ in (*model.named_modules(), *model.named_parameters())]
+    return any(part in name for part in EXPERTS for name in names)
 
 
 def _model_refusal(name: str, layers: list[Any], vllm_config: Any) -> str:
