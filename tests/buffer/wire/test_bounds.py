@@ -20,7 +20,7 @@ KINDS = {
     *weights.TO_SERVER.values(),
     *weights.TO_FRONT.values(),
 }
-FREE = {"Probe.logprobs", "Probe.tolerance"}
+FREE = {"ProbeText.logprobs", "ProbeText.tolerance", "ProbeText.shift"}
 """Floats that may be infinite or NaN: the server compares them and refuses the version."""
 
 
