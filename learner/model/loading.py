@@ -227,7 +227,7 @@ def _read(model: ModelConfig, empty: PreTrainedModel) -> dict[str, Tensor]:
 def read_base(model: ModelConfig) -> PreTrainedModel:
     """Read a model as the learner holds the base of an adapter: frozen parameters in `model.dtype`, and persistent
     buffers with all their bits. Raises as `read_whole`."""
-    empty, dtype = build_on_meta(model, "sdpa"), getattr(torch, model.dtype)
+    empty, dtype = build_on_meta(model, "eager"), getattr(torch, model.dtype)
     names = [name for name, _ in persistent_buffers(empty)]
     with _in_float32(type(empty), names):
         read = read_whole(model, dtype)

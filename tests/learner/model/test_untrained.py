@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from configs.checkpoint_files import folder_of
 from configs.schema import ModelConfig
 from learner.checkpoint import Checkpoints
-from learner.model.loading import persistent_buffers
+from learner.model.loading import persistent_buffers, read_base
 from learner.model.shrink import small
 from learner.saved import export
 from learner.saved.merge import merge
@@ -89,3 +89,9 @@ def test_an_adapter_is_merged_into_a_base_that_has_them(kind: str, tmp_path: Pat
     base, merged = (load_file(tmp_path / folder / "model.safetensors") for folder in ("model", "merged"))
     assert merged.keys() == base.keys()
     assert all(torch.equal(merged[name], bias) for name, bias in biases.items())
+
+
+def test_a_base_without_sdpa_is_read(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(small(AutoConfig.for_model("gpt_oss"))).save_pretrained(tmp_path)
+    base = read_base(ModelConfig(path=str(tmp_path)))
+    assert {(parameter.dtype, parameter.requires_grad) for parameter in base.parameters()} == {(torch.bfloat16, False)}
