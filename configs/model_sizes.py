@@ -21,6 +21,8 @@ LIMITS: tuple[tuple[re.Pattern[str], int], ...] = (
 """The largest number of a key that is written so: several times what published models have."""
 LISTS = re.compile("layer|block")
 """Keys of lists with an entry for each layer."""
+WORDS = re.compile("(_map|2id|2label)$")
+"""Keys of maps from words or labels to their numbers, such as Chameleon's and Emu3's `vocabulary_map`."""
 SHOWN = 20
 
 
@@ -29,7 +31,7 @@ def oversized(config: Mapping[str, Any]) -> Iterator[str]:
     left: list[tuple[str, Any]] = list(config.items())
     while left:
         key, value = left.pop()
-        if key in QUANTISED:
+        if key in QUANTISED or (isinstance(value, Mapping) and WORDS.search(key)):
             continue
         if isinstance(value, Mapping):
             left += value.items()

@@ -27,7 +27,7 @@ from learner.model.experts.mixture import IMPLEMENTATION, has_experts
 from learner.model.idle_parts import TEXT_ALONE, nests_text, sees
 from learner.model.master_weights import MasterWeights, rows_of
 from learner.model.towers import tower_parts
-from learner.model.untrained import keep_vectors
+from learner.model.untrained import keep_vectors, make_buffers
 
 Initial = Callable[[str, torch.Size], Tensor]
 """(name, shape) -> the parameter at version 0."""
@@ -222,6 +222,20 @@ def _read(model: ModelConfig, empty: PreTrainedModel) -> dict[str, Tensor]:
     with _in_float32(type(empty), [name for name, _ in persistent_buffers(empty)]):
         read = read_whole(model)
     return {name: x.detach() for name, x in [*read.named_parameters(), *read.named_buffers()]}
+
+
+def read_base(model: ModelConfig) -> PreTrainedModel:
+    """Read a model as the learner holds the base of an adapter: frozen parameters in `model.dtype`, and persistent
+    buffers with all their bits. Raises as `read_whole`."""
+    empty, dtype = build_on_meta(model, "eager"), getattr(torch, model.dtype)
+    names = [name for name, _ in persistent_buffers(empty)]
+    with _in_float32(type(empty), names):
+        read = read_whole(model, dtype)
+    held = dict(read.named_parameters())
+    make_buffers(read, [name for name in names if name in held])
+    for parameter in read.requires_grad_(False).parameters():
+        parameter.data = parameter.data.to(dtype)
+    return read
 
 
 @contextmanager

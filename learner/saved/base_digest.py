@@ -7,11 +7,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import torch
-
 from configs.entrypoint import BAD_INPUT, DONE
 from configs.plain_text import print_visible
-from learner.model.loading import read_whole
+from learner.model.loading import read_base
 from learner.model.lora.base import digest
 from learner.saved.manifest import adapter_of
 
@@ -27,7 +25,7 @@ def main(argv: Sequence[str]) -> int:
         if (adapter := adapter_of(Path(checkpoint))) is None:
             raise ValueError(f"{checkpoint}: has no adapter")
         model = adapter.model.model_copy(update={"path": path})
-        print_visible(digest(read_whole(model, getattr(torch, model.dtype)).requires_grad_(False)))
+        print_visible(digest(read_base(model)))
     except (ValueError, OSError) as error:
         print_visible(f"{PROG}: {str(error).splitlines()[0]}", sys.stderr)
         return BAD_INPUT

@@ -5,17 +5,18 @@ Computes on the CPU, in float32, and rounds once, to `model.dtype`. Exit 2: bad 
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
+from configs.architecture import PROVEN
 from configs.checkpoint_files import fault
 from configs.entrypoint import BAD_INPUT, DONE, CommandParser
 from configs.plain_text import print_visible
-from learner.model.loading import read_whole
+from learner.model.file_form import FileForm
+from learner.model.loading import persistent_buffers, read_base
 from learner.model.lora.base import digest
 from learner.saved import adapter_files, export
 from learner.saved.manifest import adapter_of
@@ -50,12 +51,20 @@ def merge(checkpoint: Path, out: Path) -> None:
         raise ValueError(f"{checkpoint}: has no adapter to merge: its weights are whole, in {checkpoint}/huggingface")
     path, lora = adapter.model.path, adapter.model.lora
     assert lora is not None
-    model = read_whole(adapter.model, getattr(torch, adapter.model.dtype)).requires_grad_(False)
+    model = read_base(adapter.model)
     if digest(model) != adapter.base:
         raise ValueError(f"model.path: {path} has other weights than when {checkpoint} was saved; give them back")
     add(model, adapter_files.read(checkpoint / "adapter"), lora.scale)
-    named = [(name, part) for name, x in model.named_parameters() for name, part in export.in_files(name, x)]
-    export.write({name: part.clone() if ".experts." in name else part for name, part in named}, adapter.model, out)
+    export.write(dict(_in_files(model)), adapter.model, out)
+
+
+def _in_files(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
+    """Parameters and persistent buffers as the model's files hold and name them."""
+    form, proven = FileForm(model), model.config.model_type in PROVEN
+    for name, whole in [*model.named_parameters(), *persistent_buffers(model)]:
+        for held, part in form.tensors(name, whole):
+            for key, tensor in export.in_files(held, part) if proven else [(held, part)]:
+                yield key, tensor if tensor is whole else tensor.clone()  # views of one tensor cannot be written
 
 
 def add(model: PreTrainedModel, adapter: dict[str, Tensor], scale: float) -> None:

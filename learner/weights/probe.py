@@ -58,10 +58,10 @@ def texts_of(
     """Texts of at most `longest` tokens; see `tokens_of`. `vocabulary`: rows of the embedding. `without`: ids that
     stand for no text. Raises ConfigError."""
     if form is None:
-        tokens = tokens_of(tokenizer, longest, without=without)
+        tokens = tokens_of(tokenizer, longest, without=without, vocabulary=vocabulary)
         first = PolicyText(LIKELY, tokens, len(tokens) - 1, likely=True)
     else:
-        tokens, image = shown_tokens(tokenizer, longest, form)
+        tokens, image = shown_tokens(tokenizer, longest, form, vocabulary)
         behind = len(tokens) - image.start - image.picture.num_tokens - 1
         first = PolicyText(LIKELY, tokens, behind, likely=True, images=[image])
         without = {*without, form.vision_start, form.image_token, form.vision_end}
@@ -88,22 +88,30 @@ def known_tokens(tokenizer: Any, without: Collection[int] = (), vocabulary: int 
     return [token for token in every if token not in tokenizer.added_tokens_decoder] or every
 
 
-def tokens_of(tokenizer: Any, longest: int, text: str = TEXT, without: Collection[int] = ()) -> list[int]:
+def tokens_of(
+    tokenizer: Any,
+    longest: int,
+    text: str = TEXT,
+    without: Collection[int] = (),
+    vocabulary: int | None = None,
+) -> list[int]:
     """`text` as at most `longest` tokens; random ones for a tokenizer that does not know it. A server samples one token
     more, so `longest` is one less than what every server accepts."""
     tokens: list[int] = tokenizer.encode(text, add_special_tokens=False)[:PROBE_TOKENS]
     if len(set(tokens)) < PROBE_TOKENS // 8:
-        draw, known = random.Random(0), known_tokens(tokenizer, without)
+        draw, known = random.Random(0), known_tokens(tokenizer, without, vocabulary)
         tokens = [draw.choice(known) for _ in range(PROBE_TOKENS)]  # the same on every rank
     return tokens[:longest]
 
 
-def shown_tokens(tokenizer: Any, longest: int, form: ImageFormat) -> tuple[list[int], SeenImage]:
+def shown_tokens(
+    tokenizer: Any, longest: int, form: ImageFormat, vocabulary: int | None = None
+) -> tuple[list[int], SeenImage]:
     """Tokens of a probe with a picture, at most `longest`, and the picture. Raises ConfigError."""
     high, wide = (form.side or sides * form.factor for sides in PICTURE)
     picture = draw(form, high, wide)
     before = [form.vision_start, *[form.image_token] * picture.num_tokens, form.vision_end]
-    text = tokens_of(tokenizer, longest - len(before), CAPTION + TEXT, before)
+    text = tokens_of(tokenizer, longest - len(before), CAPTION + TEXT, before, vocabulary)
     if longest < len(before) + PROBE_TOKENS // 8:
         short = f"the weights' probe with its picture takes {len(before) + PROBE_TOKENS // 8} tokens"
         raise ConfigError([f"sampling.max_tokens: {short}, and a sample has at most {longest + 1}; raise it"])

@@ -47,3 +47,10 @@ def test_numbers_that_count_no_parts_may_be_large() -> None:
     config |= {"use_cache": True, "max_position_embeddings": BILLION, "vision_feature_layer": -2}
     quantised = {"quantization_config": {"ignored_layers": ["lm_head"] * 5000}}
     assert not list(oversized(LLAMA | config | quantised))
+
+
+def test_the_number_of_a_word_counts_no_parts() -> None:
+    """Chameleon's and Emu3's config.json have their whole vocabulary."""
+    words = {"layers": 14_793, "▁heads": 100_001, "block": BILLION}
+    assert not list(oversized(LLAMA | {"vocabulary_map": words, "text_config": {"vocabulary_map": words}}))
+    assert not list(oversized(LLAMA | {"label2id": {"building block": 20_000}, "id2label": {"0": "layers"}}))

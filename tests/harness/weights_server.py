@@ -8,7 +8,7 @@ import asyncio
 import threading
 import time
 from collections.abc import Collection, Iterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import aclosing, asynccontextmanager
 from typing import Any
 
 import torch
@@ -220,14 +220,15 @@ async def follow(
     receiver: Receiver, engine: StagingEngine, seen: list[int], loaded: "asyncio.Queue[int]", hold: Collection[int]
 ) -> None:
     """The rollout loop's `follow`, which also puts each version into `loaded`, and holds those in `hold`."""
-    async for policy in receiver.policies():
-        await policy.load()
-        engine.version = policy.version
-        if policy.version in hold:
-            assert receiver.hold(loading=True)
-        await policy.loaded()
-        seen.append(policy.version)
-        loaded.put_nowait(policy.version)
+    async with aclosing(receiver.policies()) as policies:
+        async for policy in policies:
+            await policy.load()
+            engine.version = policy.version
+            if policy.version in hold:
+                assert receiver.hold(loading=True)
+            await policy.loaded()
+            seen.append(policy.version)
+            loaded.put_nowait(policy.version)
 
 
 class Server:

@@ -65,10 +65,18 @@ class LearnerConnection:
         self._socket.send(pack(message))
 
     async def close(self) -> None:
+        """Leave, and close the socket. A cancellation meanwhile is raised once the socket is closed."""
         self.say(Leave())
         ending: list[asyncio.Future[Any]] = [self._break, *([self._next] if self._next else [])]
         for one in ending:
             one.cancel()
-        await asyncio.wait(ending)
+        cancelled: asyncio.CancelledError | None = None
+        while any(not one.done() for one in ending):
+            try:
+                await asyncio.wait(ending)
+            except asyncio.CancelledError as error:
+                cancelled = error
         await self._breaks.aclose()  # before its socket: a break may have ended it
         self._socket.close()
+        if cancelled:
+            raise cancelled

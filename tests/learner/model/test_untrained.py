@@ -9,12 +9,15 @@ from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from configs.checkpoint_files import folder_of
 from configs.schema import ModelConfig
 from learner.checkpoint import Checkpoints
-from learner.model.loading import persistent_buffers
+from learner.model.loading import persistent_buffers, read_base
 from learner.model.shrink import small
 from learner.saved import export
+from learner.saved.merge import merge
 from learner.train.optimizer import Optimizer
+from tests.harness.adapters import LORA
 from tests.harness.world import LEARNER, policy_of
 
 BIASES = {
@@ -70,3 +73,25 @@ def test_a_checkpoint_has_them(tmp_path: Path, mesh: Any) -> None:
     restoring.close()
     found = dict(other.full_weights())
     assert all(torch.equal(found[name], bias + 1) for name, bias in biases.items())
+
+
+@pytest.mark.parametrize("kind", ["ernie4_5_moe", "minimax_m2"])
+def test_an_adapter_is_merged_into_a_base_that_has_them(kind: str, tmp_path: Path, mesh: Any) -> None:
+    """The learner's base and the merged one have one digest, and the merged files all names and bits of the base."""
+    model, biases = written(kind, tmp_path / "model")
+    model = model.model_copy(update={"lora": LORA.model_copy(update={"targets": ["q_proj"]})})
+    policy = policy_of(model, mesh)
+    optimizer = Optimizer(policy, LEARNER, 9)
+    checkpoints = Checkpoints(tmp_path / "checkpoints", model, LEARNER, optimizer, 9)
+    checkpoints.save(policy, LEARNER.checkpoint_every)
+    checkpoints.close()
+    merge(folder_of(tmp_path / "checkpoints", LEARNER.checkpoint_every), tmp_path / "merged")
+    base, merged = (load_file(tmp_path / folder / "model.safetensors") for folder in ("model", "merged"))
+    assert merged.keys() == base.keys()
+    assert all(torch.equal(merged[name], bias) for name, bias in biases.items())
+
+
+def test_a_base_without_sdpa_is_read(tmp_path: Path) -> None:
+    AutoModelForCausalLM.from_config(small(AutoConfig.for_model("gpt_oss"))).save_pretrained(tmp_path)
+    base = read_base(ModelConfig(path=str(tmp_path)))
+    assert {(parameter.dtype, parameter.requires_grad) for parameter in base.parameters()} == {(torch.bfloat16, False)}

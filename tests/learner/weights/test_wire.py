@@ -11,13 +11,15 @@ from dataclasses import replace
 import pytest
 import torch
 import zmq
+import zmq.asyncio
 
 from learner.weights.probe import LIKELY, RANDOM, PolicyText, ProbeRow, shown_tokens
 from learner.weights.protocol import Checksums, Probe
+from learner.weights.receiver.learner_connection import LearnerConnection
 from learner.weights.receiver.staged import WeightsError
 from learner.weights.sender.publish import Follower, Sender
 from tests.buffer.wire.test_foreign_bytes import PROBES, answer_to
-from tests.harness.keys import server_keys, unlock
+from tests.harness.keys import client_keys, server_keys, unlock
 from tests.harness.scenes import GRACE_S, intercept
 from tests.harness.server_process import ServerProcess
 from tests.harness.tiny_vlm import tiny_tokenizer
@@ -320,6 +322,23 @@ def test_unknown_peers_are_refused_in_words_and_do_no_harm():
             async with servers(Addresses(sender.address), "rollout-0") as (one,):
                 sender.publish(VersionedPolicy(0), 0)
                 await one.has(0)
+
+    run(test())
+
+
+def test_a_connection_that_is_cancelled_while_it_closes_closes_its_socket():
+    """A loop that ends cancels all tasks, also one that a cancellation has ended before."""
+
+    async def test():
+        with a_sender() as sender, zmq.asyncio.Context() as context:
+            connection = LearnerConnection(context, sender.address, client_keys(server="learner"), HEARTBEAT_S)
+            await asyncio.sleep(0)
+            closing = asyncio.create_task(connection.close())
+            await asyncio.sleep(0)
+            closing.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await closing
+            assert connection._socket.closed
 
     run(test())
 
