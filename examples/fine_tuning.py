@@ -4,15 +4,17 @@ Used by `lesson.py` and `warm_start.py`. The demonstrations, the run file and th
 can read them, and repeat the command.
 """
 
+import fcntl
 import json
 import os
 import shutil
 import subprocess
 import sys
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -22,6 +24,8 @@ Row = dict[str, Any]
 """A demonstration, as docs/sft.md has it."""
 Sections = dict[str, dict[str, Any]]
 """A run file, by section."""
+RUN_FILE = "lesson.yaml"
+"""Made first and removed never: a folder without it is another's."""
 
 
 def write_down(file: Path, rows: Iterable[Row]) -> None:
@@ -30,14 +34,50 @@ def write_down(file: Path, rows: Iterable[Row]) -> None:
         lines.writelines(json.dumps(row) + "\n" for row in rows)
 
 
+@contextmanager
+def begun(folder: Path) -> Iterator[None]:
+    """Make the folder of a training, or empty one that an earlier call made, and keep other processes out meanwhile.
+
+    This process ends with exit code 2 if the folder is another's, is in use, or cannot be written.
+    """
+    mark, lock = folder / RUN_FILE, -1
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not mark.exists() and any(folder.iterdir()):
+            _refuse(f"{folder} has no {RUN_FILE}, so another program made it; move it away, or name another --out")
+        lock = os.open(mark, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        _empty(folder)
+    except BlockingIOError:
+        _refuse(f"{folder} is in use by another process that makes a model there; wait until it ends")
+    except OSError as error:
+        _refuse(f"{error.filename or folder}: {error.strerror}; make it writable, or name another --out")
+    try:
+        yield
+    finally:
+        os.close(lock)
+
+
+def _empty(folder: Path) -> None:
+    for each in folder.iterdir():
+        if each.is_dir() and not each.is_symlink():
+            shutil.rmtree(each)
+        elif each.name != RUN_FILE:
+            each.unlink()
+
+
+def _refuse(problem: str) -> NoReturn:
+    print(problem, file=sys.stderr)
+    sys.exit(2)
+
+
 def tune(out: Path, folder: Path, rows: Iterator[Row], sections: Sections) -> float:
     """Train on as many rows as the run needs, each once, and write the model to `out`; returns the last loss.
 
-    `folder` gets demonstrations, run file and run. `sections` name the model, `run.versions` and `sft.rows`. If the
-    training fails, this process ends with its exit code.
+    `folder`, which is `begun`, gets demonstrations, run file and run. `sections` name the model, `run.versions` and
+    `sft.rows`. If the training fails, this process ends with its exit code.
     """
-    folder.mkdir(parents=True, exist_ok=True)
-    demonstrations, file = folder / "demonstrations.jsonl", folder / "lesson.yaml"
+    demonstrations, file = folder / "demonstrations.jsonl", folder / RUN_FILE
     versions = sections["run"]["versions"]
     write_down(demonstrations, islice(rows, versions * sections["sft"]["rows"]))
     own = {"run": {**sections["run"], "name": "run", "folder": str(folder)}}

@@ -8,7 +8,6 @@ demonstrations and the run in `lesson/`; the same arguments give the same answer
 import argparse
 import json
 import random
-import shutil
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from typing import Any
 
 import torch
 
-from examples.fine_tuning import Row, Sections, tune
+from examples.fine_tuning import Row, Sections, begun, tune
 from examples.kept import is_kept
 
 Messages = list[dict[str, str]]
@@ -49,10 +48,10 @@ def teach(args: argparse.Namespace, shown: Shown, **asked: Any) -> str:
     if is_kept(made, asked, args.out / "model.safetensors"):
         return f"{args.out}: model kept, made before with the same arguments"
     began = time.monotonic()
-    made.unlink(missing_ok=True)
-    shutil.rmtree(folder, ignore_errors=True)
-    tune(args.out, folder, demonstrations(shown, random.Random(args.seed)), run_file(args))
-    made.write_text(json.dumps(asked) + "\n")
+    with begun(folder):
+        made.unlink(missing_ok=True)
+        tune(args.out, folder, demonstrations(shown, random.Random(args.seed)), run_file(args))
+        made.write_text(json.dumps(asked) + "\n")
     return f"{args.out}: {args.steps} steps of {args.batch} answers, {time.monotonic() - began:.0f} s"
 
 

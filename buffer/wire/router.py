@@ -13,6 +13,7 @@ import weakref
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
 from math import inf
 
 import numpy as np
@@ -44,7 +45,7 @@ BYTES_RECEIVED = 128
 PASSES = 2
 """How often messages are read for one commit. ZeroMQ queues few of each client, so others arrive while the first are
 judged; together they wait for the disk once."""
-MAX_MESSAGES = 1024 // PASSES
+MAX_MESSAGES = 1024
 COPY_BELOW = 2**16
 """Larger answers are sent without a copy."""
 
@@ -67,6 +68,15 @@ class ListenError(ValueError):
     """The text names the address and the remedy."""
 
     pass
+
+
+@dataclass
+class CommitRoom:
+    """What one commit may still read, in all its passes. The last message is taken whole."""
+
+    messages: int = field(default_factory=lambda: MAX_MESSAGES)
+    size: int = field(default_factory=lambda: COMMIT_BYTES)
+    """Bytes."""
 
 
 class Router:
@@ -148,11 +158,10 @@ class Router:
             raise ListenError(f"buffer.address {self.address}: {error.strerror}; {advice}") from None
         self.address = self._socket.getsockopt_string(zmq.LAST_ENDPOINT)
 
-    def receive(self) -> tuple[list[tuple[str, list[Frame]]], bool]:
+    def receive(self, room: CommitRoom) -> tuple[list[tuple[str, list[Frame]]], bool]:
         """The messages of one pass, each with the role of its key; and whether there may be more."""
         received: list[tuple[str, list[Frame]]] = []
-        gathered = 0
-        while len(received) < MAX_MESSAGES and gathered < COMMIT_BYTES // PASSES:
+        while room.messages > 0 and room.size > 0:
             try:
                 identity, *rest = self.plain.recv_multipart(zmq.DONTWAIT, copy=False)
             except zmq.Again:
@@ -162,7 +171,8 @@ class Router:
             self._heard[who] = descriptor = int(identity.get(zmq.SRCFD))
             frames: list[Frame] = [who, *[frame.buffer for frame in rest]]
             received.append((str(identity.get("User-Id")), frames))
-            gathered += (size := sum(map(len, rest)))
+            size = sum(map(len, rest))
+            room.messages, room.size = room.messages - 1, room.size - size
             if descriptor in self.limits.read:
                 self.limits.read[descriptor] += size + FRAME_OVERHEAD
         return received, True

@@ -17,7 +17,7 @@ from buffer.resources import MemoryWatch
 from buffer.store.failures import remedy
 from buffer.wire.batches import FREE_AT_ONCE, LoopTurn
 from buffer.wire.requests import PendingRequests
-from buffer.wire.router import PASSES, Router
+from buffer.wire.router import PASSES, CommitRoom, Router
 from configs.entrypoint import made_progress, unless
 from configs.flow.capacity import IN_FLIGHT_BYTES, PARKED_BYTES
 
@@ -94,8 +94,9 @@ class BufferServer:
             now = self.clock.mark()
             began, handlers.groups.turn = time.monotonic(), LoopTurn(seconds=0.0)
             requests.unsent_bytes = self._router.unsent.total
+            room = CommitRoom()
             for _ in range(PASSES):
-                received, more = self._router.receive()
+                received, more = self._router.receive(room)
                 for role, frames in received:
                     requests.receive(frames, now, role)
                 if not received:  # a commit looks for itself

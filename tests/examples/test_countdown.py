@@ -1,5 +1,6 @@
 """The Countdown example: its problems, its solver, its tokenizer and its warm start."""
 
+import json
 import random
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from transformers import AutoTokenizer
 from configs.checks import check
 from configs.load import load
 from configs.schema import LoraConfig
-from examples import quickstart, warm_start
+from examples import fine_tuning, quickstart, warm_start
 from examples.countdown import make_model, make_problems
 from examples.countdown.solver import expressions, solutions
 from learner.record.metrics import read
@@ -175,6 +176,56 @@ def test_a_warm_start_lowers_the_loss_writes_a_model_and_is_kept(tmp_path: Path)
     with pytest.raises(SystemExit) as ended:
         make_model.write(Namespace(**vars(make_model.parse(words)) | {"steps": 0}))
     assert ended.value.code == 2 and not (out / "warm_start.json").exists()
+
+
+def asked_for_model(tmp_path: Path) -> Namespace:
+    made(tmp_path)
+    return make_model.parse(["--problems", str(tmp_path / "train.parquet"), "--out", str(tmp_path / "model")])
+
+
+def test_a_model_that_an_earlier_release_taught_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The same arguments gave other weights there, and it has no demonstrations."""
+    args, out = asked_for_model(tmp_path), tmp_path / "model"
+    monkeypatch.setattr(warm_start, "tune", lambda *given: 0.5)
+    rows = pq.read_table(args.problems).to_pylist()
+    earlier = {"seed": args.seed, "steps": args.steps, "operations": args.operations, "problems": rows}
+    out.mkdir()
+    (out / "model.safetensors").touch()
+    (out / "warm_start.json").write_text(json.dumps(earlier))
+    assert "kept" not in make_model.write(args)
+    assert "kept" in make_model.write(args)
+
+
+def test_a_folder_of_another_program_is_neither_used_nor_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    args, own = asked_for_model(tmp_path), tmp_path / "model" / "warm_start" / "notes.txt"
+    own.parent.mkdir(parents=True)
+    own.write_text("mine")
+    with pytest.raises(SystemExit) as ended:
+        make_model.write(args)
+    assert ended.value.code == 2 and own.read_text() == "mine"
+    assert f"{own.parent} has no lesson.yaml, so another program made it" in capsys.readouterr().err
+
+
+def test_two_processes_do_not_make_one_model_at_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    args, folder = asked_for_model(tmp_path), tmp_path / "model" / "warm_start"
+    with fine_tuning.begun(folder), pytest.raises(SystemExit) as ended:
+        make_model.write(args)
+    assert ended.value.code == 2 and f"{folder} is in use by another process" in capsys.readouterr().err
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    args = asked_for_model(tmp_path)
+    args.out.touch()
+    with pytest.raises(SystemExit) as ended:
+        make_model.write(args)
+    assert ended.value.code == 2 and f"{args.out / 'warm_start'}: Not a directory; " in capsys.readouterr().err
+
+
+def test_what_an_earlier_call_left_is_removed(tmp_path: Path):
+    with fine_tuning.begun(tmp_path):
+        (tmp_path / "run" / "checkpoints").mkdir(parents=True)
+    with fine_tuning.begun(tmp_path):
+        assert [path.name for path in tmp_path.iterdir()] == ["lesson.yaml"]
 
 
 def test_no_steps_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -4,6 +4,7 @@ had the same file descriptor."""
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 import zmq
@@ -194,3 +195,32 @@ async def test_a_process_that_connects_again_is_not_missed() -> None:
             await asyncio.wait_for(one.recv(), 60)
             assert not them.broke(A)
             one.close(0)
+
+
+@in_loop
+async def test_a_commit_is_no_larger_for_reading_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bound holds for all passes: only one message goes beyond it."""
+    monkeypatch.setattr(router, "COMMIT_BYTES", 2)
+    async with peers() as them:
+        said, turns = list[int](), [0]
+        receive, answer = them.requests.receive, them.server._answer
+
+        def counted(*given: Any) -> None:
+            turns[-1] += 1
+            said.append(1)
+            receive(*given)
+
+        async def answered(*given: Any) -> bool:
+            turns.append(0)
+            return await answer(*given)
+
+        monkeypatch.setattr(them.requests, "receive", counted)
+        monkeypatch.setattr(them.server, "_answer", answered)
+        for who in (A, B):
+            client = await them.connect(who, Status())
+            for number in range(2):
+                await client.send(pack(number + 2, Status()))
+        async with them.served():
+            while len(said) < 6:
+                await asyncio.sleep(0.01)
+    assert max(turns) == 1

@@ -44,6 +44,7 @@ from buffer.wire.protocol import (
     Work,
     WorkItem,
 )
+from buffer.wire.router import CommitRoom
 from buffer.wire.sample import sample_stats
 from buffer.wire.server import BufferServer
 from configs.load import load
@@ -380,7 +381,7 @@ async def test_what_a_connection_left_unread_makes_no_second_peer_of_its_process
         with again:
             while len(speakers) < 3:
                 assert server._router.plain.poll(60_000)
-                for role, frames in server._router.receive()[0]:
+                for role, frames in server._router.receive(CommitRoom())[0]:
                     speakers.append(bytes(frames[0]))
                     requests.receive(frames, 0.0, role)
     context.term()

@@ -16,6 +16,7 @@ from buffer.wire.batches import FREE_AT_ONCE, GroupCache
 from buffer.wire.message import Frame, pack, unpack
 from buffer.wire.protocol import ANSWERS, Ask, Heartbeat, Hello, Put, Take, Trained, Work
 from buffer.wire.requests import PendingRequests
+from buffer.wire.router import CommitRoom
 from buffer.wire.server import BufferServer
 from tests.buffer.wire.test_many import hello
 from tests.harness.buffer_process import group, in_loop, make_requests
@@ -64,7 +65,7 @@ class Scripted(BufferServer):
         if not self.turns and not at_once:
             raise Over
 
-    def _received(self) -> tuple[list[tuple[str, list[Frame]]], bool]:
+    def _received(self, room: CommitRoom) -> tuple[list[tuple[str, list[Frame]]], bool]:
         return (self.turns.pop(0) if self.turns else []), False
 
     def _sent(self, answer) -> None:
