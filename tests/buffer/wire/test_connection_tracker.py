@@ -216,11 +216,13 @@ async def test_a_commit_is_no_larger_for_reading_twice(monkeypatch: pytest.Monke
 
         monkeypatch.setattr(them.requests, "receive", counted)
         monkeypatch.setattr(them.server, "_answer", answered)
-        for who in (A, B):
-            client = await them.connect(who, Status())
+        clients = [await them.connect(who, Status()) for who in (A, B)]
+        for client in clients:
             for number in range(2):
                 await client.send(pack(number + 2, Status()))
         async with them.served():
             while len(said) < 6:
                 await asyncio.sleep(0.01)
+        for client in clients:
+            client.close(0)
     assert max(turns) == 1
