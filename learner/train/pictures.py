@@ -164,11 +164,6 @@ def shown_row(texts: Sequence[tuple[Sequence[int], Sequence[SeenImage]]]) -> Mic
     )
 
 
-def one_shown(tokens: Sequence[int], images: Sequence[SeenImage]) -> Microbatch:
-    """As `one_document`, with images."""
-    return shown_row([(tokens, images)])
-
-
 def pack_images(placed: Sequence[Placed]) -> PackedImages:
     """Pictures in a row, without `blocks`."""
     distinct = {each.picture.digest: each.picture for each in placed}

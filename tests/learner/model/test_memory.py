@@ -30,7 +30,7 @@ from learner.model.memory import (
 )
 from learner.model.microbatch import one_document
 from learner.model.vision import PATCHES_PER_TOKEN
-from learner.train.pictures import one_shown
+from learner.train.pictures import shown_row
 from learner.weights.buckets import DoubleBuffer
 from learner.weights.plan import Plan
 from learner.weights.rows import ROW, RowPool
@@ -106,7 +106,7 @@ def kept_by_tower(model: ModelConfig, mesh, saving: str, patches: int) -> int:
     pictures = [Picture(np.full((*sides, 3), colour, np.uint8), form) for colour in range(number)]
     tokens = pictures[0].num_tokens
     shown = [SeenImage(1 + at * tokens, picture) for at, picture in enumerate(pictures)]
-    row = policy.place(one_shown([9, *[form.image_token] * (number * tokens)], shown))
+    row = policy.place(shown_row([([9, *[form.image_token] * (number * tokens)], shown)]))
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         seen.setdefault(tensor.untyped_storage()._cdata, tensor)

@@ -16,7 +16,7 @@ from learner.__main__ import open_weights_wire
 from learner.model.policy import Policy
 from learner.saved import export
 from learner.train import pictures
-from learner.train.pictures import one_shown
+from learner.train.pictures import shown_row
 from learner.weights.probe import shown_tokens
 from learner.weights.protocol import Go
 from learner.weights.receiver.follow import Receiver
@@ -144,7 +144,7 @@ async def unlike(engine, policy, config):
     tokenizer = AutoTokenizer.from_pretrained(config.model.path)
     tokens, image = shown_tokens(tokenizer, 100, ImageFormat.of(config.model.path, config.data))
     behind = image.start + image.picture.num_tokens
-    want, got = policy.logprobs_of(one_shown(tokens, [image])), await engine.probe(tokens, [image])
+    want, got = policy.logprobs_of(shown_row([(tokens, [image])])), await engine.probe(tokens, [image])
     return max(abs(a - b) for a, b in zip(want[behind:], got[behind:], strict=True))
 
 
