@@ -43,7 +43,7 @@ class Scored(NamedTuple):
         return [a - b for a, b in zip(self.ours, self.text.logprobs, strict=True)]
 
     def problem(self) -> str:
-        """What is wrong, with both ends' values, or empty."""
+        """Say how the text differs, with both ends' values; empty if it agrees."""
         text, theirs = self.text, self.text.logprobs
         if math.isfinite(self.difference) and self.difference <= text.tolerance and abs(self.shift) <= text.shift:
             return ""
@@ -67,7 +67,7 @@ class Comparison:
         self._agreed = False
 
     async def compare(self, probe: Probe) -> tuple[float, str]:
-        """Return the mean absolute difference of the first text, and what is wrong, or empty.
+        """Return the mean absolute difference of the first text, and how a text differs; empty if all agree.
 
         Raises ValueError for a picture that cannot be drawn here.
         """
