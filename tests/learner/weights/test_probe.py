@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import pytest
 import torch
-from transformers import AutoTokenizer, Gemma2Config, Gemma2ForCausalLM
+from transformers import AutoTokenizer, Gemma2ForCausalLM
 
 from buffer.data.images import ImageFormat
 from configs.load import ConfigError
@@ -40,6 +40,7 @@ from learner.weights.protocol import Probe, ProbeImage, ProbeText
 from learner.weights.receiver.comparison import Comparison
 from learner.weights.receiver.staged import WeightsError, confirm
 from tests.harness.published import scores
+from tests.harness.tiny_gemma import tiny_gemma
 from tests.harness.tiny_vlm import tiny_tokenizer
 
 
@@ -330,26 +331,6 @@ def test_all_texts_are_compared_until_they_have_agreed_once() -> None:
     assert asked == [0, 1, 0, 1, 0]
 
 
-def tiny_gemma(**caps: float | None) -> Gemma2ForCausalLM:
-    """Random weights, large enough for logits that reach the softcap."""
-    torch.manual_seed(0)
-    given: dict[str, Any] = {"final_logit_softcapping": None, "attn_logit_softcapping": None} | caps
-    config = Gemma2Config(
-        vocab_size=320,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        query_pre_attn_scalar=32,
-        max_position_embeddings=1024,
-        initializer_range=0.4,
-        **given | {"attn_implementation": "eager"},
-    )
-    return Gemma2ForCausalLM(config).eval()
-
-
 def learn(model: Gemma2ForCausalLM, tokens: list[int]) -> None:
     """Train until the model predicts `tokens` well."""
     row, optimizer = torch.tensor([tokens]), torch.optim.Adam(model.parameters(), lr=3e-3)
@@ -370,18 +351,19 @@ class GemmaPolicy:
         return [value for tokens in row for value in (*scores(self.model, tokens), 0.0)]
 
 
+EAGER = {"attn_implementation": "eager"}
 CAPS = {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0}
 
 
 @pytest.mark.parametrize("left_out", ["final_logit_softcapping", "attn_logit_softcapping", "scale"])
 def test_what_a_server_leaves_out_of_the_logits_shows_in_uncertain_texts_alone(left_out: str) -> None:
     """A Gemma 2 that predicts the first text well, and vLLM without its softcap, or with a scale of its logits."""
-    model = tiny_gemma(**CAPS)
+    model = tiny_gemma(**EAGER | CAPS)
     for layer in model.model.layers:
         layer.self_attn.q_proj.weight.data *= 2  # scores of attention reach the softcap
     texts = texts_of(NoDigits(320), 400, vocabulary=320)
     learn(model, texts[0].tokens)
-    other = tiny_gemma(**(CAPS | {left_out: None} if left_out != "scale" else CAPS))
+    other = tiny_gemma(**EAGER | CAPS | ({left_out: None} if left_out != "scale" else {}))
     other.load_state_dict(model.state_dict())
 
     def served(tokens: list[int]) -> list[float]:

@@ -4,8 +4,6 @@ import asyncio
 from types import SimpleNamespace
 
 import pytest
-import torch
-from transformers import Gemma2Config, Gemma2ForCausalLM
 
 from examples.countdown.make_model import make_tokenizer
 from learner.__main__ import open_weights_wire
@@ -14,30 +12,16 @@ from learner.weights.receiver.follow import Receiver
 from learner.weights.receiver.staged import WeightsError
 from tests.harness.engines import dense_config, played
 from tests.harness.keys import client_keys, give_keys
+from tests.harness.tiny_gemma import tiny_gemma
 from tests.harness.world import LEARNER, alone
 
 pytestmark = [pytest.mark.vllm, pytest.mark.long, pytest.mark.timeout(900)]
-SOFTCAP = 15.0
+SOFTCAP, ATTENTION_SOFTCAP = 15.0, 50.0
 
 
 def save(folder, softcap):
     """A random Gemma 2, the same whatever its softcap, with a tokenizer that knows digits."""
-    torch.manual_seed(0)
-    config = Gemma2Config(
-        vocab_size=320,
-        hidden_size=64,
-        intermediate_size=128,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=32,
-        query_pre_attn_scalar=32,
-        max_position_embeddings=1024,
-        sliding_window=512,
-        initializer_range=0.4,
-        final_logit_softcapping=softcap,
-    )
-    Gemma2ForCausalLM(config).save_pretrained(folder)
+    tiny_gemma(final_logit_softcapping=softcap, attn_logit_softcapping=ATTENTION_SOFTCAP).save_pretrained(folder)
     make_tokenizer().save_pretrained(folder)
 
 
