@@ -53,7 +53,7 @@ def learner(config: Config) -> None:
 
     from learner.__main__ import open_weights_wire
     from learner.model.policy import Policy
-    from learner.train.pictures import one_shown
+    from learner.train.pictures import shown_row
 
     dist.init_process_group("cpu:gloo,cuda:nccl" if GPU else "gloo", store=HashStore(), rank=0, world_size=1)
     mesh = init_device_mesh("cuda" if GPU else "cpu", (1,))
@@ -69,7 +69,7 @@ def learner(config: Config) -> None:
             say(served=wire.stats().get("weights/probe", -1.0))
         elif command == "probes":
             text, tokens, image = probes_of(config)
-            behind = policy.logprobs_of(one_shown(tokens, [image]))[image.start + image.picture.num_tokens :]
+            behind = policy.logprobs_of(shown_row([(tokens, [image])]))[image.start + image.picture.num_tokens :]
             say(probes={"text": policy.logprobs_of(text), "picture": behind})
         elif command == "updates":
             versions = range(1, 1 + int(words[0]))

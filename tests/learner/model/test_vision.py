@@ -17,7 +17,7 @@ from learner.model import attention, loading, towers, vision
 from learner.model.flops import TowerCosts
 from learner.model.microbatch import one_document
 from learner.train.batch import Batch
-from learner.train.pictures import one_shown
+from learner.train.pictures import shown_row
 from tests.harness import world
 from tests.harness.covered import covered
 from tests.harness.pictured import SIZES, form_of, make_pictured, own_logprobs, own_model, seeing_model
@@ -95,16 +95,14 @@ def test_another_picture_is_another_answer(seeing: ModelConfig, mesh) -> None:
 def shown(form: ImageFormat, seed: int = 0):
     """A document of an image of 2 x 2 tokens and some text."""
     side = 2 * form.factor
-    return one_shown(
-        [1, form.vision_start, *[form.image_token] * 4, form.vision_end, 9, 10, 11, 12],
-        [SeenImage(2, decode(encoded(picture(side, side, seed)), form))],
-    )
+    tokens = [1, form.vision_start, *[form.image_token] * 4, form.vision_end, 9, 10, 11, 12]
+    return shown_row([(tokens, [SeenImage(2, decode(encoded(picture(side, side, seed)), form))])])
 
 
 def test_the_tower_gets_the_processor_s_values(seeing: ModelConfig, mesh) -> None:
     form = form_of(seeing)
     seen = decode(encoded(picture(*SIZES[1])), form)
-    row = one_shown([9, *[form.image_token] * seen.num_tokens], [SeenImage(1, seen)])
+    row = shown_row([([9, *[form.image_token] * seen.num_tokens], [SeenImage(1, seen)])])
     got = towers._normalised(row.images, form.temporal)
     torch.testing.assert_close(got, torch.from_numpy(seen.patches()), rtol=0, atol=1e-6)
 
