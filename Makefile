@@ -57,9 +57,10 @@ $(VENV)/docs/.installed: pyproject.toml
 	| xargs $(SITE) -m pip install --quiet
 	touch $@
 
-# Two lanes of tests (tests/harness/lanes.py). Most tests wait for processes that they start: two workers use one core, so that three
-# are right for two cores. If a worker dies, the run ends and names the test. WORKERS=0 runs the tests one after the other.
-WORKERS ?= 3
+# Two lanes of tests (tests/harness/lanes.py). Most tests wait for processes that they start: two cores are still idle for a fourth of
+# the time with three workers, and for an eighth with four. If a worker dies, the run ends and names the test. WORKERS=0 runs the tests
+# one after the other.
+WORKERS ?= 4
 SPREAD = -n $(WORKERS) --dist loadgroup --no-loadscope-reorder --max-worker-restart 0
 test: $(STAMP)
 	$(RUN) -m pytest $(SPREAD) --lane fast $(TESTS)

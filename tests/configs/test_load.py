@@ -1,5 +1,6 @@
 """The run file: merging, overrides, what is refused and in which words, and the way back to YAML."""
 
+import functools
 import inspect
 import logging
 import os
@@ -219,10 +220,17 @@ def test_keys_of_one_section(capsys: pytest.CaptureFixture[str]) -> None:
     assert line.startswith("python -m configs --keys bath: no section of the run file; the sections are run, model, ")
 
 
+@functools.cache
+def source_of(section: type[Section]) -> str:
+    """Return the source of the class and of its base classes."""
+    return "".join(inspect.getsource(each) for each in section.__mro__ if issubclass(each, Section))
+
+
 def docstring(section: type[Section], field: str) -> str:
     """The text below `field` in the source of the class, or of the base class that has the field."""
-    lines = "".join(inspect.getsource(each) for each in section.__mro__ if issubclass(each, Section))
-    found = re.search(rf'^    {field}: (?:(?!^    \w+:).)*?^    """(.*?)"""', lines, re.DOTALL | re.MULTILINE)
+    found = re.search(
+        rf'^    {field}: (?:(?!^    \w+:).)*?^    """(.*?)"""', source_of(section), re.DOTALL | re.MULTILINE
+    )
     assert found, f"{section.__name__}.{field} has no docstring"
     return " ".join(found[1].split())
 

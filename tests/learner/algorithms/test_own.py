@@ -228,6 +228,9 @@ def test_what_waits_for_other_ranks_is_refused(key: str, name: str, file: Path) 
     result = in_own_process(f"check_alone(AlgorithmConfig({key}={f'{file}:{name}'!r}))")
     assert f"algorithm.{key}: {file}:{name} raised RuntimeError: c10d::all" in result.stderr
     assert " waits for other ranks, whose microbatches differ in number; leave it out in line " in result.stderr
+
+
+def test_what_waits_for_no_rank_passes_in_a_process_of_its_own(file: Path) -> None:
     assert in_own_process(f"check_alone(AlgorithmConfig(loss={f'{file}:cispo'!r}))").returncode == 0
 
 

@@ -213,7 +213,7 @@ def waits(model: ModelConfig, *given: bool) -> str:
     ("target", "given", "limit_s", "words"),
     [
         (dies, True, 60.0, "the process that makes its certificate ended with exit code 9"),
-        (killed, False, 60.0, "the process that makes its certificate was ended by SIGSEGV"),
+        (killed, False, 60.0, "the process that makes its certificate was ended by SIGXCPU"),
         (
             killed,
             True,

@@ -98,7 +98,7 @@ def test_an_adapter_for_such_a_model_is_refused(tmp_path: Path) -> None:
         check_adapter(model, loading.read_config(model))
 
 
-@pytest.mark.parametrize("kind", long_but(["qwen3_5", "qwen2_5_vl", "qwen3_vl", "gemma3"], 0))
+@pytest.mark.parametrize("kind", long_but(["qwen3_5", "qwen2_5_vl", "qwen3_vl", "gemma3"], 1))
 def test_a_model_that_reads_images_is_trained_on_text_alone_if_the_run_says_so(
     kind: str, mesh: Any, pair: Pair, tmp_path: Path
 ) -> None:
