@@ -25,8 +25,8 @@ class WriteError(OSError):
 
 
 def write_error(error: Exception, place: Path | str | None = None) -> WriteError | None:
-    """What a failed write reports; None for any other error. `place` is named unless `error` names a file elsewhere:
-    one beside it is its draft."""
+    """Return the line for a failed write; None for any other error. The line names `place`, unless `error` names a file
+    elsewhere: a file beside `place` is its draft."""
     number = error.errno if isinstance(error, OSError) else None
     if number is None and (found := NUMBER.search(str(error))):
         number = int(found[1])
@@ -40,7 +40,7 @@ def write_error(error: Exception, place: Path | str | None = None) -> WriteError
 
 
 def full_disk(error: Exception, place: Path | str | None = None) -> WriteError | None:
-    """What `error` reports of a disk that is full or read-only, wherever it was raised; None for any other error."""
+    """Return the line for a disk that is full or read-only; None for any other error."""
     failed = write_error(error, place)
     return failed if failed and failed.errno in FULL | {errno.EROFS} else None
 

@@ -1,4 +1,4 @@
-"""What a command says of a file that cannot be written, and what it leaves."""
+"""A file that cannot be written is named in one line, and no half of it is left."""
 
 import errno
 import os
