@@ -27,6 +27,7 @@ from configs.entrypoint import BAD_INPUT, DONE, CommandParser
 from configs.plain_text import output, print_visible, visible
 from configs.schema import Config
 from configs.variables import unwritable
+from configs.writing import removed_on_failure, writing
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -260,14 +261,15 @@ def export(db: sqlite3.Connection, out: Path) -> Iterable[str]:
     if why := unwritable(out):
         raise LedgerError(f"{out}: {why}")
     number, damaged, draft = 0, 0, out.with_name(f".{out.name}.part")
-    with pq.ParquetWriter(draft, COLUMNS) as writer:
-        rows = db.execute(query)
-        while found := rows.fetchmany(ROWS):
-            some = [row for row in found if row[-1]]  # else removed meanwhile, or damaged
-            number += len(some)
-            damaged += sum(row[-1] == b"" for row in found)
-            writer.write_table(pa.Table.from_pylist([_row(*row) for row in some], COLUMNS))
-    draft.replace(out)
+    with writing(out), removed_on_failure(draft):
+        with pq.ParquetWriter(draft, COLUMNS) as writer:
+            rows = db.execute(query)
+            while found := rows.fetchmany(ROWS):
+                some = [row for row in found if row[-1]]  # else removed meanwhile, or damaged
+                number += len(some)
+                damaged += sum(row[-1] == b"" for row in found)
+                writer.write_table(pa.Table.from_pylist([_row(*row) for row in some], COLUMNS))
+        draft.replace(out)
     (generated,) = db.execute("SELECT COALESCE(SUM(samples), 0) FROM items").fetchone()
     left_out = f"; {damaged} are damaged and left out, see `python -m buffer scrub`" if damaged else ""
     if (removed := generated - number - damaged) > 0:

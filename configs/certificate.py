@@ -7,7 +7,7 @@ from pathlib import Path
 import google_crc32c
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-from configs.variables import open_private
+from configs.writing import write_text
 
 FILE = "certificate.json"
 
@@ -107,9 +107,6 @@ def _crc32c(certificate: Certificate) -> str:
 
 
 def write(certificate: Certificate, file: Path) -> None:
-    """Write the certificate whole or not at all."""
-    draft = file.with_name(f"{file.name}.draft")
-    with open(draft, "w", encoding="utf-8", opener=open_private) as made:
-        checked = certificate.model_copy(update={"crc32c": _crc32c(certificate)})
-        made.write(checked.model_dump_json(indent=1) + "\n")
-    draft.replace(file)
+    """Write the certificate whole or not at all. Raises WriteError."""
+    checked = certificate.model_copy(update={"crc32c": _crc32c(certificate)})
+    write_text(file, checked.model_dump_json(indent=1) + "\n")

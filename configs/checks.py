@@ -98,6 +98,8 @@ EXPERT_KERNELS = ("auto", "triton")
 SPREAD = ("enable_expert_parallel", "enable_eplb")
 NEVER_REPLAYED = ("decode_context_parallel_size", "prefill_context_parallel_size")
 
+PROBE_LEAST = 3
+"""Of a sample's tokens the probe's text has all but the last, and its first token has no log-probability."""
 QUANTIZATIONS = ("fp8", "fp8_per_tensor")
 """vLLM computes these anew for each policy."""
 
@@ -273,6 +275,9 @@ def _lengths(config: Config) -> Iterator[str]:
         sample = (
             f"rollout.{'max_sample_tokens' if config.rollout.max_sample_tokens else 'engine.max_model_len'} {tokens}"
         )
+    if config.weights.probe_every and tokens < PROBE_LEAST:
+        probe = f"{sample}, and the weights' probe takes texts of samples of {PROBE_LEAST} tokens or more"
+        yield f"sampling.max_tokens: {answer}: {probe}; raise it, or set weights.probe_every to 0"
     remedy = f"set it to {tokens} or more"
     if isinstance(limit, int) and limit < tokens:
         yield f"rollout.engine.max_model_len: {limit} is less than {sample}; {remedy}, or shorten those"

@@ -27,6 +27,7 @@ from configs.log_floods import FloodFilter
 from configs.own_packages import PIN
 from configs.parent_death import end_with_parent
 from configs.plain_text import PlainFormatter, lost_output, print_visible
+from configs.writing import WriteError, full_disk
 
 T = TypeVar("T")
 DONE, FAILED, BAD_INPUT, DATA_ENDED, GIVEN_UP = 0, 1, 2, 3, 4
@@ -251,8 +252,11 @@ def run_and_exit(main: Callable[[Sequence[str]], int], log: logging.Logger, is_r
         code = error.code if isinstance(error.code, int) else FAILED if error.code else DONE
     except KeyboardInterrupt:
         code = 128 + signal.SIGINT
-    except Exception:
-        log.critical("failed", exc_info=True)
+    except Exception as error:
+        if failed := error if isinstance(error, WriteError) else full_disk(error):
+            print_visible(f"{log.name}: {failed}", sys.stderr)
+        else:
+            log.critical("failed", exc_info=True)
         code = FAILED
     lost = lost_output()
     for stream in (sys.stdout, sys.stderr):

@@ -64,6 +64,12 @@ FAILING = (
 )
 
 
+def is_expert_layer(name: str, kind: str) -> bool:
+    """Whether a module, called `name` by its parent and of the class `kind`, has experts. A dense model of a family of
+    mixtures has classes whose names only begin so, such as Qwen3MoeMLP."""
+    return name.endswith(("experts", "moe")) or kind.endswith(("Experts", "MoE", "MoEBlock", "MoeBlock"))
+
+
 def proven(device: str, parallel: int = 1) -> list[ExpertModel]:
     """Types compared on `device`, with `parallel` workers of a server."""
     return [model for model in PROVEN if device in model.devices and (model.split or parallel == 1)]

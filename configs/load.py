@@ -36,7 +36,8 @@ from configs.help import show as in_yaml
 from configs.origins import MissingVariable, Origin, Place, at, credentials, resolved, traced, written
 from configs.plain_text import print_visible
 from configs.schema import Config
-from configs.variables import open_private, run_folder
+from configs.variables import run_folder
+from configs.writing import write_text, writing
 
 log = logging.getLogger(__name__)
 KEYS = "python -m configs --keys"
@@ -166,15 +167,11 @@ def text_width() -> int:
 
 def write(config: Config, path: Path) -> None:
     """Write YAML, atomically, that `load` reads back to an equal Config. Only the user can read a file with
-    credentials."""
-    run_folder(path.parent)
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(draft, "w", encoding="utf-8", opener=open_private) as file:
-        if any(credentials(config)):
-            os.fchmod(file.fileno(), 0o600)
-        text = dump(config)
-        file.write(text + CHECKED.format(_crc32c(text)))
-    draft.replace(path)
+    credentials. Raises WriteError."""
+    with writing(path.parent):
+        run_folder(path.parent)
+    text = dump(config)
+    write_text(path, text + CHECKED.format(_crc32c(text)), private=any(credentials(config)))
 
 
 def _crc32c(text: str) -> int:

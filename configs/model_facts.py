@@ -174,12 +174,26 @@ def _head_size(config: Mapping[str, Any]) -> int | None:
 
 
 def num_experts(config: Mapping[str, Any]) -> int:
-    """Configs of dense models of doge and nemotron_h count experts too."""
-    blocks = config.get("layers_block_type") or ()
-    if config.get("is_moe") is False or ("mlp" in blocks and "moe" not in blocks):
+    """Experts of a layer that has some, by a text config; 0 for a dense model."""
+    if _has_dense_layers_alone(config):
         return 0
     counts = (config.get(key) for key in EXPERTS)
     return next((number for number in counts if isinstance(number, int) and number > 1), 0)
+
+
+def _has_dense_layers_alone(config: Mapping[str, Any]) -> bool:
+    """Configs of dense models of a family of mixtures count experts too: doge, gemma4, nemotron_h, Qwen, DeepSeek."""
+    blocks, pattern = config.get("layers_block_type"), config.get("hybrid_override_pattern")
+    mlps, layers = config.get("mlp_layer_types"), config.get("num_hidden_layers")
+    leading = [config.get(key) for key in ("first_k_dense_replace", "num_dense_layers")]
+    return (
+        any(config.get(switch) is False for switch in ("is_moe", "enable_moe_block"))
+        or (config.get("model_type") == "nemotron_h" and bool(blocks) and "moe" not in (blocks or ()))
+        or (isinstance(pattern, str) and "E" not in pattern)
+        or (isinstance(mlps, list) and bool(mlps) and all(kind == "dense" for kind in mlps))
+        or (isinstance(layers, int) and any(isinstance(number, int) and number >= layers for number in leading))
+        or (isinstance(layers, int) and not expert_layers(config))
+    )
 
 
 def expert_layers(config: Mapping[str, Any]) -> list[int]:

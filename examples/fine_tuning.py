@@ -87,7 +87,8 @@ def tune(out: Path, folder: Path, rows: Iterator[Row], sections: Sections) -> fl
     checkpoints, records = folder / "run" / "checkpoints", folder / "run" / "metrics.jsonl"
     trained = checkpoints / f"v{versions:06d}" / "huggingface"
     if not trained.is_dir():
-        sys.exit(f"{folder / 'run'}: the training was ended before version {versions}; start it again")
+        print(f"{folder / 'run'}: the training was ended before version {versions}; start it again", file=sys.stderr)
+        sys.exit(1)
     shutil.copytree(trained, out, dirs_exist_ok=True)
     shutil.rmtree(checkpoints)
     return float(json.loads(records.read_text(encoding="utf-8").splitlines()[-1])["loss"])

@@ -16,6 +16,8 @@ import pyarrow.parquet as pq
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+from configs.writing import WriteError, removed_on_failure, writing
+
 Fetch = Callable[[str, str], str]
 """Takes a data set's name and a file in it, and returns the path of a copy on this machine."""
 SPLITS = ("train", "test")
@@ -45,24 +47,31 @@ def write(chosen: str, out: Path, get: Fetch = fetch) -> str:
         return f"{out}: rows kept, written before"
     name, pattern = SOURCES[chosen]
     copies = {split: get(name, pattern.format(split=split)) for split in SPLITS}
-    out.mkdir(parents=True, exist_ok=True)
+    with writing(out):
+        out.mkdir(parents=True, exist_ok=True)
     for split, copy in copies.items():
-        if chosen == "gsm8k_numbers":
-            pq.write_table(numbers(pq.read_table(copy)), files[split])
-        else:
-            shutil.copyfile(copy, files[split])
+        draft = files[split].with_suffix(".part")
+        with writing(files[split]), removed_on_failure(draft):
+            if chosen == "gsm8k_numbers":
+                pq.write_table(numbers(pq.read_table(copy)), draft)
+            else:
+                shutil.copyfile(copy, draft)
+            draft.replace(files[split])
     rows = [pq.read_metadata(file).num_rows for file in files.values()]
     return f"{out}: {rows[0]:,} rows to train on, {rows[1]:,} held out, from {name}"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit code: 0, 1 without a network, 2 for wrong words."""
+    """Exit code: 0, 1 without a network or room on the disk, 2 for wrong words."""
     parser = argparse.ArgumentParser(prog="python -m examples.hub_rows", description=__doc__)
     parser.add_argument("rows", choices=SOURCES)
     parser.add_argument("--out", type=Path, help="folder of both files; left out: data/ROWS")
     args = parser.parse_args(argv)
     try:
         print(write(args.rows, args.out or Path("data") / args.rows))
+    except WriteError as error:
+        print(f"hub_rows: {error}", file=sys.stderr)
+        return 1
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         why = str(error).strip().splitlines()[0]
         print(f"hub_rows: {SOURCES[args.rows][0]} cannot be had from the hub of data sets: {why}", file=sys.stderr)

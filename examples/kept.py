@@ -1,9 +1,16 @@
-"""What the scripts of the examples keep: files that the same arguments made before."""
+"""How the scripts of the examples run, and the files that they keep because the same arguments made them before."""
 
+import argparse
 import json
+import logging
 import signal
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
+
+from configs.entrypoint import DONE, run_and_exit
+from configs.plain_text import print_visible
+from configs.writing import writing
 
 
 def is_kept(record: Path, asked: dict[str, Any], *files: Path) -> bool:
@@ -11,6 +18,21 @@ def is_kept(record: Path, asked: dict[str, Any], *files: Path) -> bool:
     return all(file.exists() for file in (record, *files)) and json.loads(record.read_text()) == asked
 
 
-def end_on_ctrl_c() -> None:
-    """Have Ctrl-C end this process at once, without a traceback. Files that are kept are written last."""
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+def run_script(
+    parse: Callable[[Sequence[str]], argparse.Namespace], write: Callable[[argparse.Namespace], str]
+) -> NoReturn:
+    """Run `write(parse(words))` as this process and print the line that it returns. `--out` names what it writes.
+
+    Ctrl-C ends the process at once, without a traceback: files that are kept are written last. A place that cannot be
+    written, or is full, ends it with one line and exit code 1.
+    """
+
+    def main(words: Sequence[str]) -> int:
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        args = parse(words)
+        with writing(args.out):
+            line = write(args)
+        print_visible(line)
+        return DONE
+
+    run_and_exit(main, logging.getLogger("examples"))

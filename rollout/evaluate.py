@@ -20,7 +20,8 @@ from configs.load import ConfigError, read
 from configs.model_folder import faults
 from configs.plain_text import print_visible
 from configs.schema import Config
-from configs.variables import open_private, unwritable
+from configs.variables import unwritable
+from configs.writing import write_text
 from rollout.concurrency import Places, SparePlaces
 from rollout.engine.arguments import on_cpu
 from rollout.engine.early_process import EarlyProcess
@@ -65,8 +66,7 @@ def main(argv: Sequence[str]) -> int:
             "problems": sum(len(each.rows) for each in sets),
             "models": results,
         }
-        with open(flags.out, "w", encoding="utf-8", opener=open_private) as file:
-            file.write(json.dumps(report, indent=1) + "\n")
+        write_text(flags.out, json.dumps(report, indent=1) + "\n")
     return DONE
 
 

@@ -47,9 +47,11 @@ def main(argv: Sequence[str]) -> int:
     except (ConfigError, NoCertificate) as error:
         print_visible(f"{PROG}: {error}", sys.stderr)
         return BAD_INPUT if isinstance(error, ConfigError) else FAILED
-    show(certificate)
-    if given.out:
-        write(certificate, given.out)
+    try:
+        if given.out:
+            write(certificate, given.out)  # first: the reader of the table may leave
+    finally:
+        show(certificate)
     return DONE if certificate.holds else BAD_INPUT
 
 

@@ -31,6 +31,7 @@ from configs.load import ConfigError, dump, parse
 from configs.own_packages import command
 from configs.parent_death import adopt_orphans, end_with_parent
 from configs.schema import NO_REWARD, Config, RewardPart
+from configs.writing import writing
 from rollout.cage.warden import kill_all
 
 if TYPE_CHECKING:
@@ -90,7 +91,8 @@ def import_s(config: Config) -> float:
 def started(part: str, given: bytes) -> Iterator[Callable[[float], Judgement]]:
     """Start the process that tries `part`; yields a function that waits for its judgement."""
     with tempfile.TemporaryDirectory(prefix="headrace-", ignore_cleanup_errors=True) as folder:
-        (Path(folder) / "given").write_bytes(given)
+        with writing(Path(folder)):
+            (Path(folder) / "given").write_bytes(given)
         line = command("actors.doctor.trial", part, folder)
         none = subprocess.DEVNULL
         process = subprocess.Popen(line, stdin=none, stdout=none, stderr=none, start_new_session=True)

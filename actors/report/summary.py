@@ -27,7 +27,7 @@ from configs.entrypoint import BAD_INPUT, DONE, FAILED
 from configs.load import ConfigError
 from configs.plain_text import figure, output, print_visible, visible_line
 from configs.schema import Config
-from configs.variables import open_private
+from configs.writing import write_text
 
 HEARTBEATS = 10
 """A server reports at each heartbeat: in fewer, a run's mean of what servers did says nothing."""
@@ -58,8 +58,7 @@ def main(argv: Sequence[str]) -> int:
     except ConfigError as error:
         print_visible(error, sys.stderr)
         return BAD_INPUT
-    with open(run / "report.html", "w", encoding="utf-8", opener=open_private) as file:
-        file.write(page)
+    write_text(run / "report.html", page)
     console = Console(file=output(), highlight=False, soft_wrap=True)
     for line in [*summary(report), *outputs(run)]:
         console.print(Text(spaced(line)) if isinstance(line, str) else line)

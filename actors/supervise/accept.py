@@ -16,6 +16,7 @@ from configs import resume
 from configs.checkpoint_files import complete, damage, fault, folder_of, newest
 from configs.load import ConfigError
 from configs.schema import Config, ServerRange
+from configs.writing import removed_on_failure, writing
 
 SHAPES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
 """A checkpoint fits only a model with the same values."""
@@ -139,13 +140,15 @@ def _shapes(model: str) -> dict[str, int]:
 
 
 def copy(source: Source, run: Path) -> None:
-    """Make `source` the only checkpoint of the new `run`; files are linked where the file system allows it."""
+    """Make `source` the only checkpoint of the new `run`; files are linked where the file system allows it. Raises
+    WriteError."""
     final = folder_of(run / "checkpoints", source.version)
     partial = final.with_suffix(".tmp")
     shutil.rmtree(partial, ignore_errors=True)
-    shutil.copytree(source.checkpoint, partial, copy_function=_link)
-    begin_with(run, source.version)
-    partial.rename(final)
+    with writing(final), removed_on_failure(partial):
+        shutil.copytree(source.checkpoint, partial, copy_function=_link)
+        begin_with(run, source.version)
+        partial.rename(final)
 
 
 def _link(old: str, new: str) -> None:

@@ -41,6 +41,7 @@ from configs.plain_text import print_visible
 from configs.schema import Config
 from configs.start_phases import seconds_alive
 from configs.variables import for_children, run_folder
+from configs.writing import WriteError, writing
 
 PROG = "python -m actors launch"
 FLAGS_SHOWN = "[--dry-run] [--fork-from RUN[@vN]] [--accept-loss] [--no-report]"
@@ -69,9 +70,10 @@ def main(argv: Sequence[str]) -> int:
             return DONE
         judgement = check_here(config)
         if held is None:
-            run_folder(config.run.path)
+            with writing(config.run.path):
+                run_folder(config.run.path)
             accept.hold(config)
-    except (ConfigError, LedgerError) as error:
+    except (ConfigError, LedgerError, WriteError) as error:
         print_visible(error, sys.stderr)
         return BAD_INPUT
     logging.getLogger("buffer").setLevel(logging.ERROR)  # the display shows when the buffer does not answer
@@ -89,7 +91,10 @@ def main(argv: Sequence[str]) -> int:
     if not flags.no_report and code == DONE and display.records.path.exists():
         from actors.report import summary  # a launch does not wait for it
 
-        summary.main([str(config.run.path)])
+        try:
+            summary.main([str(config.run.path)])
+        except WriteError as error:  # the run has done its work
+            print_visible(f"{PROG}: no report: {error}", sys.stderr)
     return code
 
 
@@ -183,7 +188,7 @@ def keep(
                 room = partial(machines.room, each)
                 fleet = Fleet(display.config, supervisor, make, room, display.say, servers)
             return asyncio.run(_supervise(supervisor, display, machines, fleet))
-    except (ConfigError, KeysError) as error:
+    except (ConfigError, KeysError, WriteError) as error:
         print_visible(error, sys.stderr)
         return BAD_INPUT
 

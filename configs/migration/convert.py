@@ -17,6 +17,7 @@ from configs.migration.draft import Draft, Given
 from configs.migration.settings import read_settings
 from configs.plain_text import print_visible
 from configs.schema import Config
+from configs.writing import removed_on_failure
 
 
 class System(NamedTuple):
@@ -92,8 +93,9 @@ def report(system: str, draft: Draft) -> list[str]:
 
 def write_new(out: Path, text: str) -> None:
     try:
-        with out.open("x", encoding="utf-8") as stream:
+        with out.open("x", encoding="utf-8") as stream, removed_on_failure(out):
             stream.write(text)
+            stream.flush()
     except FileExistsError:
         raise ConfigError([f"--out: {out} is already there; name another file"]) from None
     except OSError as error:

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 
 from examples.calculator.problems import Problem, steps
 from examples.calculator.task import calculate
-from examples.kept import end_on_ctrl_c
+from examples.kept import run_script
 from examples.warm_start import BATCH, END, character_tokenizer, make_model
 
 TAGS = ["<calc>", "</calc>", "<answer>", "</answer>", "<|user|>", "<|assistant|>"]
@@ -93,11 +93,5 @@ def write(args: argparse.Namespace) -> str:
     return make_model(args.out, asked, make_tokenizer(), ({"messages": chat} for chat in chats))
 
 
-def main() -> None:
-    """Run by `python -m examples.calculator.make_model`."""
-    end_on_ctrl_c()
-    print(write(parse()))
-
-
 if __name__ == "__main__":
-    main()
+    run_script(parse, write)

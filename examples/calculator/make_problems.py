@@ -14,7 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from examples.calculator.problems import split
-from examples.kept import is_kept
+from examples.kept import is_kept, run_script
 
 
 def write(args: argparse.Namespace) -> str:
@@ -45,10 +45,5 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main() -> None:
-    """Run by `python -m examples.calculator.make_problems`."""
-    print(write(parse()))
-
-
 if __name__ == "__main__":
-    main()
+    run_script(parse, write)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from buffer.data.entry_maker import GeneratedRows
 from configs.data.sources import GeneratedSet
 from examples import lesson
-from examples.kept import end_on_ctrl_c
+from examples.kept import run_script
 
 SHOWN = GeneratedSet(
     "chain_sum",
@@ -58,11 +58,5 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main() -> None:
-    """Run by `python -m examples.chain_sum.teach_form`."""
-    end_on_ctrl_c()
-    print(write(parse()))
-
-
 if __name__ == "__main__":
-    main()
+    run_script(parse, write)

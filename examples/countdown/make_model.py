@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 
 from examples.countdown.make_problems import render
 from examples.countdown.solver import expressions, solutions
-from examples.kept import end_on_ctrl_c
+from examples.kept import run_script
 from examples.warm_start import BATCH, character_tokenizer, make_model
 
 TAGS = ["<answer>", "</answer>", "<think>", "</think>"]
@@ -83,11 +83,5 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main() -> None:
-    """Run by `python -m examples.countdown.make_model`."""
-    end_on_ctrl_c()
-    print(write(parse()))
-
-
 if __name__ == "__main__":
-    main()
+    run_script(parse, write)

@@ -8,6 +8,7 @@ arguments give the same rows, and existing files are kept.
 import argparse
 import json
 import random
+import sys
 from collections.abc import Sequence
 from fractions import Fraction
 from pathlib import Path
@@ -16,7 +17,9 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from examples.kept import is_kept
+from configs.entrypoint import BAD_INPUT
+from configs.plain_text import print_visible
+from examples.kept import is_kept, run_script
 
 PROMPTS = {
     "short": "{numbers}={target}\n",
@@ -108,6 +111,15 @@ def write(args: argparse.Namespace) -> str:
     return f"{args.out}: {len(parts['train'])} problems to train on, {len(parts['eval'])} held out"
 
 
+def checked(args: argparse.Namespace) -> str:
+    """As `write`; numbers of problems that there are not end this process with exit code 2."""
+    try:
+        return write(args)
+    except ValueError as error:
+        print_visible(f"make_problems: {error}", sys.stderr)
+        sys.exit(BAD_INPUT)
+
+
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line; a wrong one exits with code 2."""
     parser = argparse.ArgumentParser(prog="python -m examples.countdown.make_problems", description=__doc__)
@@ -139,14 +151,5 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main() -> None:
-    """Run by `python -m examples.countdown.make_problems`."""
-    args = parse()
-    try:
-        print(write(args))
-    except ValueError as error:
-        raise SystemExit(f"make_problems: {error}") from None
-
-
 if __name__ == "__main__":
-    main()
+    run_script(parse, checked)

@@ -19,7 +19,7 @@ import pyarrow.parquet as pq
 
 from examples import lesson
 from examples.countdown.solver import expressions
-from examples.kept import end_on_ctrl_c
+from examples.kept import run_script
 from rollout.rewards.countdown import evaluate
 
 PATIENCE = (1, 1, 1, 1, 2, 2, 3, 4, 6, 8)
@@ -90,11 +90,5 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main() -> None:
-    """Run by `python -m examples.countdown.teach_search`."""
-    end_on_ctrl_c()
-    print(write(parse()))
-
-
 if __name__ == "__main__":
-    main()
+    run_script(parse, write)

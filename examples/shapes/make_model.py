@@ -26,7 +26,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from buffer.data.images import ImageFormat, decode
 from configs.schema import DataConfig
-from examples.kept import end_on_ctrl_c, is_kept
+from examples.kept import is_kept, run_script
 from examples.shapes.tiny_vlm import tiny_tokenizer, tiny_vlm
 
 KIND = "qwen3_vl"
@@ -120,11 +120,5 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main() -> None:
-    """Run by `python -m examples.shapes.make_model`."""
-    end_on_ctrl_c()
-    print(write(parse()))
-
-
 if __name__ == "__main__":
-    main()
+    run_script(parse, write)

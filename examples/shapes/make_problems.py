@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 from PIL import Image
 
-from examples.kept import is_kept
+from examples.kept import is_kept, run_script
 
 COLOURS = {"red": (220, 40, 40), "green": (40, 190, 60), "blue": (50, 70, 220), "gold": (230, 200, 40)}
 SIDE = 32
@@ -76,10 +76,5 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     return args
 
 
-def main() -> None:
-    """Run by `python -m examples.shapes.make_problems`."""
-    print(write(parse()))
-
-
 if __name__ == "__main__":
-    main()
+    run_script(parse, write)

@@ -8,6 +8,7 @@ import logging
 import multiprocessing
 import os
 import signal
+import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
@@ -24,6 +25,7 @@ from configs.entrypoint import PARENT, die_with_parent
 from configs.load import ConfigError
 from configs.schema import Config, ModelConfig
 from configs.variables import gloo_here, run_folder
+from configs.writing import full_disk, writing
 from learner.certify.certifier import certify, key_of
 from learner.certify.ranks import Pair, RankKilled, how_ended
 from learner.model import loading, state
@@ -57,7 +59,8 @@ def require(config: Config, prompts: bool = True) -> None:
     if found is None or found.key != key or not found.holds:
         log.info("certificate: compares a small copy of the model with transformers, which may take a minute")
         found = made(model, share, splits=splits)
-        run_folder(config.run.path)
+        with writing(config.run.path):
+            run_folder(config.run.path)
         write(found, file)
         for check in found.checks:
             what, figure, limit, verdict, why = check.cells()
@@ -87,7 +90,7 @@ def _forked(target: Callable[..., str], model: ModelConfig, given: tuple[bool, .
     process.start()
     theirs.close()
     try:
-        found: tuple[str, str, bool] | None = ours.recv() if ours.poll(limit_s) else None
+        found: tuple[str, str, str] | None = ours.recv() if ours.poll(limit_s) else None
         code = None
     except EOFError:
         found = None
@@ -101,8 +104,7 @@ def _forked(target: Callable[..., str], model: ModelConfig, given: tuple[bool, .
         raise NoCertificate(f"model.path: {model.path}: {_end(code, limit_s)}")
     answer, problem, short = found
     if short:
-        why = f"memory is short while its certificate is made ({problem}); free memory"
-        raise NoCertificate(f"model.path: {model.path}: {why}")
+        raise NoCertificate(f"model.path: {model.path}: {short}")
     if problem:
         raise ConfigError([f"model.path: {model.path}: it cannot be tried ({problem}); {REMEDY}"])
     return answer
@@ -144,10 +146,18 @@ def _answer(
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     logging.getLogger("learner.model").setLevel(logging.ERROR)  # the run's own policy warns of the same
     try:
-        connection.send((target(model, *given), "", False))
+        connection.send((target(model, *given), "", ""))
     except Exception as error:  # of transformers' code, which this process alone runs
-        short = isinstance(error, MemoryError | RankKilled) or any(words in str(error) for words in MEMORY)
-        connection.send(("", named(error), short))
+        connection.send(("", named(error), _short(error)))
+
+
+def _short(error: Exception) -> str:
+    """What the machine lacks, with the remedy; "" where the model is at fault."""
+    if isinstance(error, MemoryError | RankKilled) or any(words in str(error) for words in MEMORY):
+        return f"memory is short while its certificate is made ({named(error)}); free memory"
+    if full := full_disk(error, tempfile.gettempdir()):
+        return f"the small copy for its certificate cannot be written: {full}, or name another folder by TMPDIR"
+    return ""
 
 
 def _make(model: ModelConfig, share: bool, splits: bool) -> str:

@@ -23,7 +23,7 @@ from configs.load import ConfigError
 from configs.schema import ModelConfig
 from learner.model import attention, idle_parts, loading, state, vision
 from learner.model.epilogue import Epilogue
-from learner.model.experts.mixture import Mixture, has_experts
+from learner.model.experts.mixture import Mixture, has_expert_layers, has_experts
 from learner.model.file_form import FileForm
 from learner.model.flops import Costs
 from learner.model.forest import Text, lay_out_forest
@@ -102,9 +102,9 @@ def _no_adapter(config: PreTrainedConfig, trusted: bool) -> str | None:
         return "is a multimodal model that is trained on text alone, of which no server was seen to take an adapter"
     if config.model_type in PROVEN:
         return None
-    if has_experts(config):
-        return "has experts of a type beside which no server was seen to take an adapter"
     empty = loading.build(copy.deepcopy(config), TRIED, torch.device("meta"), trusted)
+    if has_expert_layers(empty):
+        return "has experts of a type beside which no server was seen to take an adapter"
     if kept := state.kinds(empty):
         return f"has layers that keep a state ({', '.join(kept)}), of which no server was seen to take an adapter"
     if changed := list(FileForm(empty).changed):

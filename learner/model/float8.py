@@ -16,7 +16,7 @@ from configs.load import ConfigError
 from configs.matmul import KEY, REMEDY, too_old
 from configs.schema import LearnerConfig
 from learner.model import state
-from learner.model.experts.mixture import has_experts
+from learner.model.experts.mixture import has_expert_layers
 from learner.model.idle_parts import sees
 from learner.model.loading import blocks
 
@@ -114,7 +114,7 @@ def convert(model: PreTrainedModel) -> int:
 def why_not(model: PreTrainedModel) -> str:
     """Why `model` is not proven in FP8, else empty."""
     name = type(model).__name__
-    if has_experts(model.config):
+    if has_expert_layers(model):
         return f"{name} has experts, whose products would stay in bfloat16"
     if sees(model.config):
         return f"{name} reads images, with which it is not tested"

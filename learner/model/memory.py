@@ -30,7 +30,7 @@ from learner.model.block_traces import BlockTrace, ModelTrace, trace_compiled, t
 from learner.model.compiled_trace import MATMULS
 from learner.model.context import planned
 from learner.model.epilogue import Epilogue
-from learner.model.experts.mixture import Mixture, has_experts
+from learner.model.experts.mixture import Mixture, has_expert_layers
 from learner.model.float8 import cast_bytes
 from learner.model.flops import Costs, active_parameters
 from learner.model.head import chunk_tokens
@@ -491,7 +491,7 @@ def _critic_parameters(empty: PreTrainedModel) -> int:
 
 def _cast(empty: PreTrainedModel, model: ModelConfig) -> torch.dtype:
     """On meta torch multiplies by experts in bfloat16 only."""
-    dtype: torch.dtype = torch.bfloat16 if has_experts(empty.config) else getattr(torch, model.dtype)
+    dtype: torch.dtype = torch.bfloat16 if has_expert_layers(empty) else getattr(torch, model.dtype)
     nn.Module.to(empty, dtype)
     return dtype
 

@@ -21,6 +21,7 @@ import torch
 from buffer.wire.protocol import EvaluationResult
 from configs.flow.alerts import LOOKED_BACK, alerts
 from configs.variables import open_private
+from configs.writing import writing
 
 logger = logging.getLogger(__name__)
 Record = dict[str, float]
@@ -95,10 +96,11 @@ class Metrics:
     def _write(self, path: Path, version: int, record: Record) -> None:
         """Append `record`. The first call removes what an earlier process recorded of `version` and later ones."""
         with self._writing:
-            if not self._opened:
-                self._truncate(path, version)
-            self._version = int(record["version"])
-            self._append(path, record)
+            with writing(path):
+                if not self._opened:
+                    self._truncate(path, version)
+                self._version = int(record["version"])
+                self._append(path, record)
             self._track(record)
 
     def _append(self, path: Path, record: Mapping[str, float | str]) -> None:

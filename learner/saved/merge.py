@@ -15,6 +15,7 @@ from configs.architecture import PROVEN
 from configs.checkpoint_files import fault
 from configs.entrypoint import BAD_INPUT, DONE, CommandParser
 from configs.plain_text import print_visible
+from configs.writing import removed_on_failure, writing
 from learner.model.file_form import FileForm
 from learner.model.loading import persistent_buffers, read_base
 from learner.model.lora.base import digest
@@ -55,7 +56,8 @@ def merge(checkpoint: Path, out: Path) -> None:
     if digest(model) != adapter.base:
         raise ValueError(f"model.path: {path} has other weights than when {checkpoint} was saved; give them back")
     add(model, adapter_files.read(checkpoint / "adapter"), lora.scale)
-    export.write(dict(_in_files(model)), adapter.model, out)
+    with writing(out), removed_on_failure(out):
+        export.write(dict(_in_files(model)), adapter.model, out)
 
 
 def _in_files(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:

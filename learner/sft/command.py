@@ -26,6 +26,7 @@ from configs.resume import changes, written
 from configs.schema import Config
 from configs.sft import LOCK, longest
 from configs.variables import run_folder
+from configs.writing import writing
 from learner import ranks, watchdog
 from learner.certify import process
 from learner.checkpoint import Checkpoints, NoDiskSpace
@@ -95,10 +96,11 @@ def check_past(config: Config) -> None:
 
 
 def take_folder(path: Path) -> None:
-    """Lock the run's folder: two processes would write the same checkpoints. Raises ConfigError."""
-    run_folder(path)
+    """Lock the run's folder: two processes would write the same checkpoints. Raises ConfigError, WriteError."""
     try:
-        locked(path / LOCK)
+        with writing(path):
+            run_folder(path)
+            locked(path / LOCK)
     except InUse as error:
         raise ConfigError([f"run.name: {path} is {error}; end that, or choose another run.name"]) from None
 

@@ -48,6 +48,11 @@ def refused(*overrides: str, **facts: object) -> list[str]:
             "set it to 2048 or more, or shorten those",
         ),
         (
+            ["data.max_prompt_tokens=1", "sampling.max_tokens=1"],
+            "sampling.max_tokens: 1: data.max_prompt_tokens 1 + sampling.max_tokens 1 = 2, and the weights' probe "
+            "takes texts of samples of 3 tokens or more; raise it, or set weights.probe_every to 0",
+        ),
+        (
             ["learner.tokens_per_microbatch=2047"],
             "learner.tokens_per_microbatch: 2047 is less than data.max_prompt_tokens 1024 + sampling.max_tokens 1024 = "
             "2048, "

@@ -180,6 +180,13 @@ def test_the_exit_boundary(body: str, code: int, words: str, processes: list[Pro
         assert " CRITICAL x[3]: failed\nTraceback" in errors
 
 
+def test_a_full_disk_ends_a_process_with_one_line(processes: list[Process]) -> None:
+    body = "raise OSError(28, 'No space left on device', 'runs/a/file')"
+    process = start(processes, f"def main(argv):\n    {body}\nrun_and_exit(main, logging.getLogger('learner'))\n")
+    said = "learner: runs/a/file: No space left on device; make room on its disk\n"
+    assert process.end() == (1, said)
+
+
 def test_a_reader_that_went_away_is_no_failure() -> None:
     """As in `python -m actors status ... | head -1`: output that is still buffered is lost without an error."""
     run = "def main(argv):\n    sys.stdin.read()\n    print('out')\n    return 0\n"

@@ -18,6 +18,7 @@ from transformers import AutoTokenizer
 from configs.checks import check
 from configs.load import load
 from configs.schema import LoraConfig
+from configs.writing import WriteError, writing
 from examples import fine_tuning, quickstart, warm_start
 from examples.countdown import make_model, make_problems
 from examples.countdown.solver import expressions, solutions
@@ -297,3 +298,37 @@ def test_ctrl_c_ends_the_warm_start_with_its_training_and_without_a_traceback(tm
     assert process.returncode == -signal.SIGINT
     assert not (tmp_path / "model" / "config.json").exists()
     assert not (tmp_path / "model" / "warm_start" / "run" / "metrics.jsonl").exists(), "it went on without its parent"
+
+
+def test_a_full_disk_ends_a_script_with_one_line(tmp_path: Path) -> None:
+    (tmp_path / "train.parquet").symlink_to("/dev/full")
+    line = [sys.executable, "-m", "examples.countdown.make_problems", "--out", str(tmp_path), "--count", "90"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300)
+    said = f"examples: {tmp_path}: No space left on device; make room on its disk\n"
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
+
+
+def test_more_problems_than_there_are_end_the_script_with_one_line(tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "examples.countdown.make_problems", "--out", str(tmp_path), "--count", "9999"]
+    done = subprocess.run(line, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2 and done.stderr.startswith("make_problems: --count 9999: only 550 distinct problems")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_a_script_whose_reader_has_left_ends_well(tmp_path: Path) -> None:
+    line = [sys.executable, "-m", "examples.countdown.make_problems", "--out", str(tmp_path), "--count", "90"]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as script:
+        assert script.stdout and script.stderr
+        script.stdout.close()
+        assert script.stderr.read() == b""
+    assert script.returncode == 0 and (tmp_path / "problems.json").exists()
+
+
+def test_a_full_disk_under_a_warm_start_is_named(tmp_path: Path) -> None:
+    """Before the training, at the run file that is never removed."""
+    args = asked_for_model(tmp_path)
+    (args.out / "warm_start").mkdir(parents=True)
+    (args.out / "warm_start" / fine_tuning.RUN_FILE).symlink_to("/dev/full")
+    with pytest.raises(WriteError) as error, writing(args.out):
+        make_model.write(args)
+    assert str(error.value) == f"{args.out}: No space left on device; make room on its disk"

@@ -56,3 +56,17 @@ def test_a_shipped_run_file_names_the_command_that_makes_its_rows(name: str) -> 
     out = re.search(r"--out (\S+)", words)
     assert folders == {out[1] if out else f"data/{words.split()[0]}"}
     assert (ROOT / f"{module.replace('.', '/')}.py").is_file()
+
+
+def test_a_full_disk_is_no_fault_of_the_hub_and_leaves_no_part(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    copy, out = tmp_path / "copy.parquet", tmp_path / "out"
+    copy.write_bytes(b"rows")
+    out.mkdir()
+    (out / "train.part").symlink_to("/dev/full")
+    monkeypatch.setattr(hub_rows, "hf_hub_download", lambda *given, **options: str(copy))
+    assert hub_rows.main(["geometry3k", "--out", str(out)]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("hub_rows: ") and said.endswith(": No space left on device; make room on its disk\n")
+    assert not [*out.iterdir()]

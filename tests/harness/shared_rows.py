@@ -1,7 +1,9 @@
 """Steps of a learner whose ranks share rows, and of one without: the same cases computed by any number of ranks."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
@@ -47,7 +49,7 @@ MODELS: dict[str, dict[str, Any]] = {
 BATCHES = {"samples": world.make_samples, "groups": world.make_groups, "episodes": make_episodes}
 Case = dict[str, Any]
 """`model`: of MODELS. `algorithm`, `learner`: keys. `batch`: of BATCHES. `budget`: tokens of a row. `copied`: as
-`Policy.sharing.most_copied`. `lora`, `replay`: with them. `dtype`: if not float32."""
+`Policy.sharing.most_copied`. `lora`, `replay`: with them. `dtype`: if not float32. `backend`: of torch.compile."""
 Found = dict[str, Any]
 
 
@@ -77,7 +79,9 @@ def _computed(folder: Path, case: Case, mesh: Any, size: int) -> Found:
     config = AlgorithmConfig.model_validate(case.get("algorithm", {}))
     learner = world.LEARNER.model_copy(update={"context_parallel": size} | case.get("learner", {}))
     options = {"entropy_gradient": config.entropy_bonus > 0, "replay": bool(case.get("replay"))}
-    policy = world.policy_of(model, mesh, learner, **options)
+    by = {"backend": case["backend"]} if "backend" in case else {}
+    with patch.object(torch, "compile", partial(torch.compile, **by)):
+        policy = world.policy_of(model, mesh, learner, **options)
     policy.sharing.most_copied = case.get("copied", -1.0)
     if lora:
         stir(policy)

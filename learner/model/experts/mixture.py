@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from configs.expert_models import REPLAYED
+from configs.expert_models import REPLAYED, is_expert_layer
 from configs.load import ConfigError
 from configs.model_facts import num_experts
 from learner.model.experts.router import FIGURES, RoutedLayer, Router, Routing
@@ -30,7 +30,14 @@ class Experts(NamedTuple):
 
 
 def has_experts(config: Any) -> bool:
+    """Whether a config counts experts, for what is decided before the model is built."""
     return num_experts(config.get_text_config().to_dict()) > 0
+
+
+def has_expert_layers(model: nn.Module) -> bool:
+    """Whether the model, as it is built, has layers of experts; a dense one's config may count experts."""
+    modules = ((name.rpartition(".")[2], type(module).__name__) for name, module in model.named_modules())
+    return any(is_expert_layer(*each) for each in modules)
 
 
 def check_experts(config: Any, path: str, replay: bool) -> None:

@@ -207,7 +207,7 @@ FRONT = (
     Need(
         "vllm.config.model.ModelConfig",
         "what vLLM knows of the model",
-        has="dtype hf_config hf_text_config model is_multimodal_model multimodal_config enforce_eager is_moe",
+        has="dtype hf_config hf_text_config model is_multimodal_model multimodal_config enforce_eager",
         calls=("get_vocab_size()",),
     ),
     Need("vllm.config.cache.CacheConfig", "how many sequences the cache holds", has="num_gpu_blocks block_size"),

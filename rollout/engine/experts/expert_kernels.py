@@ -9,14 +9,12 @@ from typing import Any
 
 import torch
 
-from configs.expert_models import OTHER_MIXTURE, failing, proven
+from configs.expert_models import OTHER_MIXTURE, failing, is_expert_layer, proven
 from rollout.engine.door.vllm_worker import RoutedExperts
 
 WRITE_THEMSELVES = ("GptOssForCausalLM",)
 """Classes whose `load_weights` writes into the experts' parameters past the loaders that vLLM's reload wraps: after a
 reload they would have the old experts. They load in place if the kernel keeps experts as in the file."""
-EXPERTS = ("expert", "moe")
-"""Parts of the names of experts, of what chooses them, and of the layers that have both."""
 METHOD = "UnquantizedFusedMoEMethod"
 BACKENDS = ("CPU", "TRITON")
 """Compared kernels; others arrange gate_up in another order."""
@@ -27,7 +25,7 @@ def refusal(model: torch.nn.Module, vllm_config: Any) -> str:
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
     if vllm_config.lora_config is not None:  # the base is never loaded again
         return triton_on_cpu(layers) if vllm_config.device_config.device_type == "cpu" else ""
-    if not (layers or (vllm_config.model_config.is_moe and _has_experts(model))):
+    if not (layers or _has_experts(model)):
         return ""
     parallel = vllm_config.parallel_config
     for field in ("enable_expert_parallel", "enable_eplb"):
@@ -37,10 +35,11 @@ def refusal(model: torch.nn.Module, vllm_config: Any) -> str:
 
 
 def _has_experts(model: torch.nn.Module) -> bool:
-    """Whether a name in the model speaks of experts. A dense Nemotron-H has none, though its config has a number of
-    them, and vLLM's `is_moe` reads that number alone."""
-    names = [name.lower() for name, _ in (*model.named_modules(), *model.named_parameters())]
-    return any(part in name for part in EXPERTS for name in names)
+    """Whether a module or a parameter of the model is one of experts. vLLM's `is_moe` reads a number of config.json,
+    which a dense Nemotron-H has too, and only by names that vLLM knows."""
+    modules = ((name.rpartition(".")[2], type(module).__name__) for name, module in model.named_modules())
+    parameters = (name.rpartition(".")[2] for name, _ in model.named_parameters())
+    return any(is_expert_layer(*each) for each in modules) or any("expert" in name for name in parameters)
 
 
 def _model_refusal(name: str, layers: list[Any], vllm_config: Any) -> str:

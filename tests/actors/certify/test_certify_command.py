@@ -1,5 +1,7 @@
 """`python -m actors certify`: its table, exit codes and file."""
 
+import os
+import signal
 import subprocess
 import sys
 from io import StringIO
@@ -15,6 +17,7 @@ from actors.certify import command
 from configs.certificate import Certificate, Check, judged, read
 from configs.load import ConfigError
 from configs.schema import ModelConfig
+from configs.writing import WriteError
 from learner.certify import process
 from tests.harness.certified import tiny_config
 from tests.harness.pictured import seeing_model
@@ -55,6 +58,24 @@ def test_the_exit_code_says_whether_it_holds(
     monkeypatch.setattr(process, "made", lambda model, share: found)
     assert main(["certify", "m", "--out", str(tmp_path / "c.json")]) == code
     assert read(tmp_path / "c.json") == found
+    assert "certificate: " in capsys.readouterr().out
+
+
+def test_the_certificate_is_written_though_the_table_s_reader_has_left(tmp_path: Path, monkeypatch: Any) -> None:
+    def leave(certificate: Certificate) -> None:
+        raise BrokenPipeError
+
+    monkeypatch.setattr(process, "made", lambda model, share: certificate(HOLDS))
+    monkeypatch.setattr(command, "show", leave)
+    assert main(["certify", "m", "--out", str(tmp_path / "c.json")]) == 128 + signal.SIGPIPE
+    assert read(tmp_path / "c.json") == certificate(HOLDS)
+
+
+def test_a_certificate_that_fills_the_disk_is_still_shown(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    monkeypatch.setattr(process, "made", lambda model, share: certificate(HOLDS))
+    (tmp_path / f".c.json.{os.getpid()}").symlink_to("/dev/full")
+    with pytest.raises(WriteError, match=r"c\.json: No space left on device; make room on its disk"):
+        command.main(["m", "--out", str(tmp_path / "c.json")])
     assert "certificate: " in capsys.readouterr().out
 
 

@@ -1,6 +1,7 @@
 """The report of a finished run: what it reads, what it writes, what it says."""
 
 import json
+import os
 import sqlite3
 from contextlib import closing
 from pathlib import Path
@@ -12,6 +13,7 @@ from actors.report import summary
 from actors.watch.metrics_log import Records, moving_mean
 from buffer.store.sql import EVALUATIONS
 from configs.load import load, write
+from configs.writing import WriteError
 from tests.harness.chatml import ANSWER, CALLS, CHATML, HEAD, TOOL, episode
 from tests.harness.watched import store
 
@@ -246,3 +248,11 @@ def test_evaluations_while_it_trained_are_a_curve_a_table_and_some_answers(
     assert page["evaluations"][1] == {"version": 10, "figures": {"aime mean@4": 0.5, "aime pass@4": 0.9}}
     assert list(page["evaluated"]) == ["aime, version 0", "aime, version 20"]
     assert page["evaluated"]["aime, version 0"][0]["answer"] == "answer a"
+
+
+def test_a_report_that_the_disk_does_not_take_leaves_the_earlier_one(run: Path) -> None:
+    (run / "report.html").write_text("earlier")
+    (run / f".report.html.{os.getpid()}").symlink_to("/dev/full")
+    with pytest.raises(WriteError, match=r"report\.html: No space left on device; make room on its disk"):
+        summary.main([str(run)])
+    assert (run / "report.html").read_text() == "earlier"

@@ -1,6 +1,7 @@
 """Settings of verl, EasyR1, TRL and OpenRLHF become run files that are valid, and every setting is used or listed."""
 
 import re
+import resource
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ from configs.checks import check
 from configs.critic import rules
 from configs.load import ConfigError, load
 from configs.migration import easyr1, openrlhf, trl, verl
-from configs.migration.convert import convert
+from configs.migration.convert import convert, write_new
 from configs.migration.draft import UNKNOWN
 from configs.migration.settings import read_settings
 from configs.schema import Config, CriticConfig
@@ -263,6 +264,18 @@ def test_a_file_that_is_there_is_not_overwritten(tmp_path: Path, capsys: pytest.
     assert (tmp_path / "run.yaml").read_text() == "mine"
     assert main(["--out", str(tmp_path / "new.yaml")]) == 2
     assert main(["--from", str(GIVEN / "trl.yaml"), "run.yaml"]) == 2
+
+
+def test_a_file_that_cannot_be_written_whole_is_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Else the next call would find it there, and refuse."""
+    out, before = tmp_path / "run.yaml", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, before[1]))  # bytes
+    try:
+        with pytest.raises(ConfigError, match="cannot be written: File too large; name another file"):
+            write_new(out, "a text of more bytes")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not out.exists()
 
 
 def test_variables_of_a_script_are_replaced_and_others_stay(tmp_path: Path) -> None:

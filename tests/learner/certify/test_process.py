@@ -1,11 +1,13 @@
 """A run needs a certificate that holds. It is made once for a model and code, and kept in the run's folder."""
 
+import errno
 import multiprocessing
 import os
 import re
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -204,6 +206,15 @@ def without_memory(model: ModelConfig, *given: bool) -> str:
     raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 8 bytes")
 
 
+UNWRITTEN = "the small copy for its certificate cannot be written"
+
+
+def without_room(model: ModelConfig, *given: bool) -> str:
+    if given[0]:
+        raise OSError(errno.ENOSPC, "No space left on device", "/tmp/copy/config.json")
+    raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
 def waits(model: ModelConfig, *given: bool) -> str:
     time.sleep(60)
     return ""
@@ -222,6 +233,13 @@ def waits(model: ModelConfig, *given: bool) -> str:
         ),
         (without_memory, True, 60.0, "memory is short while its certificate is made (MemoryError: ); free memory"),
         (without_memory, False, 60.0, "memory is short while its certificate is made (RuntimeError: DefaultCPU"),
+        (
+            without_room,
+            True,
+            60.0,
+            f"{UNWRITTEN}: /tmp/copy/config.json: No space left on device; make room on its disk",
+        ),
+        (without_room, False, 60.0, f"{UNWRITTEN}: {tempfile.gettempdir()}: No space left on device; make room"),
         (waits, True, 0.2, "its certificate was not made in 0.2 s; start again on a machine that is less busy"),
     ],
 )

@@ -12,6 +12,8 @@ from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     DogeConfig,
     GptOssConfig,
     MixtralConfig,
@@ -23,13 +25,21 @@ from transformers import (
 
 from configs.load import ConfigError
 from configs.schema import ModelConfig
-from learner.model.experts.mixture import Experts, Mixture, check_experts, load_metrics
+from learner.model.experts.mixture import (
+    Experts,
+    Mixture,
+    check_experts,
+    has_expert_layers,
+    has_experts,
+    load_metrics,
+)
 from learner.model.experts.router import Router, Routing, tallied
 from learner.model.flops import Costs, active_parameters
 from learner.model.loading import build_on_meta
 from learner.model.memory import GIB, META_ATTENTION, estimate, sizes_of
 from learner.model.microbatch import one_document
 from learner.train.batch import Batch
+from tests.harness.certified import TINY
 from tests.harness.expert_batches import SIZES, expert_model, random_routes, routed
 from tests.harness.world import LEARNER, algorithm_of, cut, make_groups, plain, policy_of
 from tests.learner.model.test_memory import kept_of
@@ -273,3 +283,31 @@ def test_a_dense_model_has_no_mixture() -> None:
     with torch.device("meta"):
         dense = Qwen3MoeForCausalLM(Qwen3MoeConfig(num_hidden_layers=1, mlp_only_layers=[0], vocab_size=64))
     assert Mixture.of(dense) is None and active_parameters(dense) == dense.num_parameters()
+
+
+DENSE_NEMOTRON = {"layers_block_type": ["mamba", "mlp"], "mamba_num_heads": 4, "mamba_head_dim": 32, "n_groups": 1}
+
+
+@pytest.mark.parametrize(
+    ("kind", "fields", "mixed"),
+    [
+        ("qwen3_moe", {"num_experts": 4, "moe_intermediate_size": 32}, True),
+        ("qwen3_moe", {"num_experts": 4, "mlp_only_layers": [0, 1]}, False),
+        ("deepseek_v3", {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1}, True),
+        ("deepseek_v3", {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2}, False),
+        ("nemotron_h", DENSE_NEMOTRON | {"n_routed_experts": 4, "num_hidden_layers": ...}, False),
+        ("gemma4_text", {"num_experts": 4, "enable_moe_block": False}, False),
+        ("granitemoehybrid", {"num_local_experts": 0, "layers_block_type": ["attention"] * 2}, False),
+        ("doge", {"is_moe": True, "num_experts": 4}, True),
+        ("doge", {"is_moe": False, "num_experts": 4}, False),
+        ("qwen3", {}, False),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_the_layers_of_a_model_tell_whether_it_is_a_mixture(kind: str, fields: dict[str, Any], mixed: bool) -> None:
+    """The config of each dense one but the last counts experts, or its family has them. What is decided before the
+    model is built agrees."""
+    config = AutoConfig.for_model(kind, **{key: x for key, x in (TINY | fields).items() if x is not ...})
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    assert (has_expert_layers(model), has_experts(config)) == (mixed, mixed)

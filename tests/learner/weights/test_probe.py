@@ -11,6 +11,7 @@ import torch
 from transformers import AutoTokenizer, Gemma2ForCausalLM
 
 from buffer.data.images import ImageFormat
+from configs.checks import PROBE_LEAST
 from configs.load import ConfigError
 from configs.schema import Config, WeightsConfig
 from examples.countdown.make_model import make_tokenizer
@@ -151,6 +152,15 @@ def test_texts_fit_the_longest_sample() -> None:
     texts = texts_for(50)
     assert list(texts) == [LIKELY, RANDOM] and [len(text.tokens) for text in texts.values()] == [50, 50]
     assert texts[RANDOM].compared == 49
+
+
+def test_the_shortest_sample_that_is_accepted_has_limits() -> None:
+    """Without a log-probability there is no mean to take: `configs/checks.py` refuses shorter samples."""
+    texts = texts_for(PROBE_LEAST - 1)
+    made = ProbeRow(list(texts.values()), "row")
+    asked = Prober([], WeightsConfig(), 0, made).ask(Asked()).texts
+    assert [len(text.logprobs) for text in asked] == [1, 1] and all(text.tolerance > 0 for text in asked)
+    assert [text.compared for text in texts_for(PROBE_LEAST - 2).values()] == [0, 0]
 
 
 def test_random_tokens_are_words_of_the_model() -> None:

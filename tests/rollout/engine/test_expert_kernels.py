@@ -69,16 +69,38 @@ class OwnExperts(torch.nn.Module):
         self.layers = torch.nn.ModuleList([torch.nn.ModuleDict({"experts": torch.nn.Linear(1, 1)})])
 
 
+class MiniCPMMoE(torch.nn.Module):
+    """Stands for vLLM's, of whose names none speaks of experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ws = torch.nn.Parameter(torch.zeros(2, 4, 2))
+
+
+class MiniCPMForCausalLM(torch.nn.Module):
+    """Stands for vLLM's with experts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.ModuleList([torch.nn.ModuleDict({"mlp": MiniCPMMoE()})])
+
+
+class Qwen3MoeMLP(torch.nn.Module):
+    """Stands for vLLM's dense layer of a family of mixtures."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mlp = torch.nn.Linear(1, 1)
+
+
 IMAGES, TEXT_ALONE = SimpleNamespace(language_model_only=False), SimpleNamespace(language_model_only=True)
 
 
-def vllm_config(
-    is_moe: bool = True, lora: object = None, device: str = "cpu", seen: object = None, **parallel: int
-) -> SimpleNamespace:
+def vllm_config(lora: object = None, device: str = "cpu", seen: object = None, **parallel: int) -> SimpleNamespace:
     known = {"enable_expert_parallel": False, "enable_eplb": False, "tensor_parallel_size": 1} | parallel
     return SimpleNamespace(
         lora_config=lora,
-        model_config=SimpleNamespace(is_moe=is_moe, multimodal_config=seen),
+        model_config=SimpleNamespace(multimodal_config=seen),
         parallel_config=SimpleNamespace(**known),
         device_config=SimpleNamespace(device_type=device),
     )
@@ -94,6 +116,7 @@ def vllm_config(
         ),
         (NewMoeForCausalLM, vllm_config(seen=IMAGES), "model.path: vLLM's NewMoeForCausalLM has experts and sees ima"),
         (OwnExperts, vllm_config(), "model.path: vLLM's OwnExperts has experts in layers that are not known"),
+        (MiniCPMForCausalLM, vllm_config(), "model.path: vLLM's MiniCPMForCausalLM has experts in layers that are not"),
         (
             lambda: Qwen3MoeForCausalLM(Fp8MoEMethod()),
             vllm_config(),
@@ -129,8 +152,8 @@ def test_what_fails_or_cannot_be_tried_is_refused(model, config, words):
         (lambda: Qwen3MoeForCausalLM(UnquantizedFusedMoEMethod("TRITON")), vllm_config()),
         (NewMoeForCausalLM, vllm_config()),
         (NewMoeForCausalLM, vllm_config(seen=TEXT_ALONE)),
-        (lambda: torch.nn.Linear(1, 1), vllm_config(is_moe=False)),
-        (lambda: torch.nn.Linear(1, 1), vllm_config()),  # a dense Nemotron-H, whose config has a number of experts
+        (lambda: torch.nn.Linear(1, 1), vllm_config()),
+        (Qwen3MoeMLP, vllm_config()),  # every layer is dense: mlp_only_layers names all
         (OlmoeForCausalLM, vllm_config(lora=object())),  # only an adapter is loaded
         (lambda: OlmoeForCausalLM(UnquantizedFusedMoEMethod("TRITON")), vllm_config(lora=object(), device="cuda")),
     ],
@@ -149,7 +172,7 @@ def test_all_else_is_not(model, config):
         (NewMoeForCausalLM, vllm_config(), True),
         (NewMoeForCausalLM, vllm_config(device="cuda"), True),
         (NewMoeForCausalLM, vllm_config(lora=object()), False),
-        (lambda: torch.nn.Linear(1, 1), vllm_config(is_moe=False), False),
+        (lambda: torch.nn.Linear(1, 1), vllm_config(), False),
     ],
 )
 def test_a_mixture_that_nobody_has_compared_needs_a_trial(model, config, needed):

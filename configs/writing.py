@@ -1,0 +1,79 @@
+"""Writes the files of commands: whole or not at all, and with one line for people where that fails."""
+
+import errno
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from configs.variables import open_private
+
+MAKE_ROOM, ELSEWHERE = "make room on its disk", "make it writable, or name another place"
+FULL = {errno.ENOSPC, errno.EDQUOT}
+REFUSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG}
+NUMBER = re.compile(r"(?:os error|[Ee]rrno) (\d+)")
+"""In errors of Rust's libraries, which are no OSError, and in those that shutil gathers."""
+
+
+class WriteError(OSError):
+    """A file cannot be written: its name, the reason and the remedy, in one line."""
+
+    def __str__(self) -> str:
+        return f"{self.filename}: {self.strerror}; {MAKE_ROOM if self.errno in FULL else ELSEWHERE}"
+
+
+def write_error(error: Exception, place: Path | str | None = None) -> WriteError | None:
+    """Return the line for a failed write; None for any other error. The line names `place`, unless `error` names a file
+    elsewhere: a file beside `place` is its draft."""
+    number = error.errno if isinstance(error, OSError) else None
+    if number is None and (found := NUMBER.search(str(error))):
+        number = int(found[1])
+    named = [getattr(error, name, None) for name in ("filename2", "filename")]  # the second is what shutil copies
+    file = next((os.fsdecode(name) for name in named if isinstance(name, str | bytes | Path)), place)
+    if file and place and Path(file).parent == Path(place).parent:
+        file = place
+    if number not in FULL | REFUSED or file is None:
+        return None
+    return WriteError(number, os.strerror(number), str(file))
+
+
+def full_disk(error: Exception, place: Path | str | None = None) -> WriteError | None:
+    """Return the line for a disk that is full or read-only; None for any other error."""
+    failed = write_error(error, place)
+    return failed if failed and failed.errno in FULL | {errno.EROFS} else None
+
+
+@contextmanager
+def writing(place: Path) -> Iterator[None]:
+    """Raise WriteError where the body cannot write `place`, or what is below it."""
+    try:
+        yield
+    except Exception as error:  # tokenizers raises just this
+        if isinstance(error, WriteError) or (failed := write_error(error, place)) is None:
+            raise
+        raise failed from error
+
+
+def write_text(file: Path, text: str, private: bool = False) -> None:
+    """Write a run's own file whole or not at all. `private`: only the user may read it. Raises WriteError."""
+    draft = file.with_name(f".{file.name}.{os.getpid()}")
+    with writing(file), removed_on_failure(draft):
+        with open(draft, "w", encoding="utf-8", opener=open_private) as made:
+            if private:
+                os.fchmod(made.fileno(), 0o600)
+            made.write(text)
+        draft.replace(file)
+
+
+@contextmanager
+def removed_on_failure(draft: Path) -> Iterator[None]:
+    """Remove `draft`, a file or a folder, if the body fails: on a full disk it would hold what room there is."""
+    try:
+        yield
+    except BaseException:
+        shutil.rmtree(draft, ignore_errors=True)
+        with suppress(OSError):
+            draft.unlink()
+        raise
