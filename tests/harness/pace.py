@@ -4,7 +4,7 @@ import time
 
 QUIET_S = 0.012
 """What the work below takes on a quiet machine."""
-MOST = 12.0
+MOST = 6.0
 
 
 def paced(seconds: float) -> float:
