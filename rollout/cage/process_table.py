@@ -6,6 +6,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 STOP_S = 1.0
 
@@ -41,6 +42,18 @@ def state_and_parent(pid: int) -> tuple[str, int]:
         state, parent = stat.read().rpartition(b")")[2].split(None, 2)[:2]
         return state.decode(), int(parent)
     return "", 0
+
+
+def has_signal(pid: int, number: int) -> bool:
+    """Whether a signal still waits for the process, or its main thread handles or blocks it. True if the kernel does
+    not say."""
+    try:
+        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    except OSError:
+        return False
+    fields = dict(line.split(":", 1) for line in lines)
+    masks = [int(fields.get(name, "0"), 16) for name in ("SigPnd", "ShdPnd", "SigBlk")]
+    return "SigBlk" not in fields or any(mask >> (number - 1) & 1 for mask in masks)
 
 
 @contextmanager

@@ -23,7 +23,15 @@ from configs.plain_text import colourless, conceal, visible
 from configs.variables import open_private, private_folder
 from rollout.cage import CagedFunction
 from rollout.cage.frames import encode, unpacker
-from rollout.cage.process_table import anonymous_bytes, below, children_of_all, kill_below, proportional_bytes, stopped
+from rollout.cage.process_table import (
+    anonymous_bytes,
+    below,
+    children_of_all,
+    has_signal,
+    kill_below,
+    proportional_bytes,
+    stopped,
+)
 
 TAIL_BYTES = 4096
 LINE_BYTES = 2**16
@@ -39,7 +47,8 @@ STOPPED_S = 1.0
 KILL_S = 5.0
 """Processes stuck in the kernel are left to init after this time."""
 DUMP_SIGNAL = signal.SIGRTMAX - 3
-DUMP_S = 0.5
+DUMP_S, DUMP_LOOK_S = 5.0, 0.02
+"""Most time for the stacks of a worker, which may get no processor for long, or have blocked the signal."""
 KILLED, TOO_MANY_PROCESSES = "its process was killed", "started too many processes; all of them were killed"
 
 DEADLINE, CURRENT, STARTED, APART = range(4)
@@ -192,9 +201,9 @@ class Warden:
     def _dump_stacks(self) -> None:
         with suppress(ProcessLookupError):
             os.kill(self.worker, DUMP_SIGNAL)
-        until, wait_s = time.monotonic() + DUMP_S, DUMP_S
-        while select.select([self.capture], [], [], wait_s)[0] and time.monotonic() < until and self._drain():
-            wait_s = 0.02
+        until = time.monotonic() + DUMP_S
+        while has_signal(self.worker, DUMP_SIGNAL) and time.monotonic() < until and self._drain():
+            select.select([self.capture], [], [], DUMP_LOOK_S)
 
     def _drain(self, times: int = 1) -> bool:
         """Return whether anybody could still print."""

@@ -47,7 +47,7 @@ async def answer(port: int, head: str) -> bytes:
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(head.encode())
     try:
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(60):
             return await reader.read(2000)
     except ConnectionResetError:
         return b""

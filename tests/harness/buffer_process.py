@@ -94,6 +94,7 @@ class Buffer:
 
     address: str
     requests: PendingRequests
+    serving: asyncio.Task[None]
     loop: asyncio.AbstractEventLoop = field(default_factory=asyncio.get_running_loop)
 
     def call(self, act: Callable[[], Any]) -> Any:
@@ -114,7 +115,7 @@ async def buffer(
     async with BufferServer(address, requests.max_message, keys or server_keys()) as server:
         serving = asyncio.create_task(server.serve(requests))
         try:
-            yield Buffer(server.address, requests)
+            yield Buffer(server.address, requests, serving)
         finally:
             if serving.done():
                 serving.result()

@@ -18,16 +18,25 @@ def says(text: str, finish: str = "stop") -> dict[str, Any]:
 
 
 class ModelServer:
-    """Answers every POST by `reply`, after `delay_s`, and GET /health. Keeps `requests`, each (path, headers, body)."""
+    """Answers every POST by `reply`, after `delay_s`, and GET /health. Keeps `requests`, each (path, headers, body).
+
+    The first answer waits until `least_at_once` requests are there.
+    """
 
     def __init__(
-        self, reply: Reply, delay_s: float = 0.0, port: int | None = None, headers: dict[str, str] | None = None
+        self,
+        reply: Reply,
+        delay_s: float = 0.0,
+        port: int | None = None,
+        headers: dict[str, str] | None = None,
+        least_at_once: int = 0,
     ) -> None:
         self.headers = headers
         self.reply, self.delay_s, self.port = reply, delay_s, port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.requests: list[tuple[str, dict[str, str], dict[str, Any]]] = []
         self.at_once = self.most_at_once = 0
+        self._least_at_once, self._enough = least_at_once, asyncio.Event()
 
     async def __aenter__(self) -> "ModelServer":
         app = web.Application()
@@ -50,7 +59,10 @@ class ModelServer:
         self.requests.append((request.path, dict(request.headers), body))
         self.at_once += 1
         self.most_at_once = max(self.most_at_once, self.at_once)
+        if self.at_once >= self._least_at_once:
+            self._enough.set()
         try:
+            await self._enough.wait()
             await asyncio.sleep(self.delay_s)
             status, answer = self.reply(body, number)
         finally:

@@ -23,7 +23,7 @@ from learner.weights.receiver.staging import Staging
 from learner.weights.rows import shares_of
 from tests.harness.keys import client_keys
 
-HEARTBEAT_S = 0.2
+HEARTBEAT_S = 0.5
 WAIT_S = 120
 PERIOD = 4099
 FROZEN_VERSION = 1000

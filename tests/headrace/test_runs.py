@@ -73,7 +73,9 @@ def stand_in(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def started(folder: Path, *words: str) -> headrace.Run:
     run = headrace.Run(folder)
     run.launcher = Launcher([*words], folder)
-    assert run.launcher.accepted.wait(30)
+    assert run.launcher.accepted.wait(120)
+    with run.launcher._changed:
+        assert run.launcher._changed.wait_for(lambda: "started" in run.output, 120)
     return run
 
 

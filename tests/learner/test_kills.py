@@ -25,7 +25,7 @@ def test_killed_while_writing_it_resumes(tmp_path: Path, mesh, kills: int) -> No
     forking = FORKS.Process(target=nursery.run, args=(tmp_path, kills, SEED, log))
     forking.start()
     try:
-        forking.join(60 + 10 * kills)
+        forking.join(240 + 10 * kills)
         assert forking.exitcode == 0, log.read_text()[-3000:]
     finally:
         forking.kill()

@@ -239,7 +239,7 @@ def get_two_signals(log: Path) -> None:
 def test_the_second_signal_forces(tmp_path: Path) -> None:
     process = FORKS.Process(target=get_two_signals, args=(tmp_path / "log",))
     process.start()
-    process.join(60)
+    process.join(120)
     assert process.exitcode == 128 + signal.SIGTERM
     says = "SIGTERM: finishing this version and its checkpoint; once more ends at once"
     assert says in (tmp_path / "log").read_text()

@@ -265,7 +265,7 @@ def test_two_ranks_drain_die_and_resume(tmp_path: Path, start) -> None:
         ranks = psutil.Process(process.pid).children()
         process.kill()
         process.communicate(timeout=240)
-        assert not psutil.wait_procs(ranks, 30)[1]
+        assert not psutil.wait_procs(ranks, 60)[1]
 
 
 @pytest.mark.parametrize(

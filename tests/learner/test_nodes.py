@@ -29,6 +29,7 @@ from learner.record.metrics import read
 from learner.weights.channel import Rendezvous
 from tests.harness.canned import Canned
 from tests.harness.keys import give_keys
+from tests.harness.ports import free_port
 from tests.harness.world import ROOT
 from tests.learner.test_main import command
 
@@ -260,14 +261,13 @@ def test_a_signal_from_two_sides_at_once_counts_once() -> None:
 def test_a_store_listens_at_its_own_address_only(who: str) -> None:
     """A machine has all of 127.0.0.0/8; torch alone would listen at each of its addresses."""
     if who == "rank 0":
-        with socket.create_server(("127.0.0.1", 0)) as free:
-            port = free.getsockname()[1]
+        port = free_port()
         meeting = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
         held: object = mesh.meet(meeting)
     else:
-        held = weights = Rendezvous("127.0.0.1", 5.0)
+        held = weights = Rendezvous("127.0.0.1", 60.0)
         port = weights.port
-    socket.create_connection(("127.0.0.1", port), 5.0).close()
+    socket.create_connection(("127.0.0.1", port), 60.0).close()
     with pytest.raises(ConnectionRefusedError):
         socket.create_connection(("127.0.0.2", port), 5.0)
     del held
@@ -282,11 +282,11 @@ def test_a_store_serves_its_ranks_whatever_a_stranger_sends() -> None:
         sent += [hello + bytes([query]) + draw.randbytes(200), hello + bytes([query]) + b"\xff" * 16]
     sent += [hello + b"\1" + struct.pack("<Q", 3) + b"key" + struct.pack("<Q", 2**40), hello + b"\1"] + 200 * [b""]
     for data in sent:
-        stranger = socket.create_connection(("127.0.0.1", store.port), 5.0)
+        stranger = socket.create_connection(("127.0.0.1", store.port), 60.0)
         with suppress(OSError):
             stranger.sendall(data)
         open_ones.append(stranger)
-    rank = mesh.TCPStore("127.0.0.1", store.port, None, False, timedelta(seconds=20), False)
+    rank = mesh.TCPStore("127.0.0.1", store.port, None, False, timedelta(seconds=60), False)
     rank.set("here", "1")
     assert store.get("here") == b"1" and store.num_keys() < 10
     for stranger in open_ones:

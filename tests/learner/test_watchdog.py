@@ -10,19 +10,21 @@ import pytest
 from torch.distributed import TCPStore
 
 from learner.watchdog import verdict
+from tests.harness.pace import paced
 from tests.harness.world import FORKS, outcome
 
 
 @pytest.mark.xdist_group("ranks")
 def test_a_rank_that_sleeps_is_named(tmp_path: Path) -> None:
     started = time.monotonic()
-    ended = outcome("late", 3, tmp_path, timeout_s=2.0)
+    limit_s = paced(2.0)
+    ended = outcome("late", 3, tmp_path, timeout_s=limit_s)
     assert time.monotonic() - started < 90, "the sleeper itself would have ended after 110 s"
     assert [code for code, _ in ended] == [1, 1, 1]
     lines = [line for _, errors in ended for line in errors.splitlines() if "learner: timeout:" in line]
     assert len(lines) == 1, lines
     assert "gloo:all_reduce" in lines[0] and "for rank 1, which has begun" in lines[0]
-    assert "rank.py" in lines[0] and "sleep_in_here" in lines[0] and "learner.timeout_s is 2" in lines[0]
+    assert "rank.py" in lines[0] and "sleep_in_here" in lines[0] and f"learner.timeout_s is {limit_s:g}" in lines[0]
     accounts = list((tmp_path / "logs").glob("flight-*.json"))
     assert accounts and json.loads(accounts[0].read_text())["entries"]
 
@@ -35,7 +37,7 @@ def test_ranks_end_though_their_store_hangs(tmp_path: Path) -> None:
     holder = FORKS.Process(target=hold_a_store, args=(theirs,))
     holder.start()
     try:
-        ended = outcome("cut", 2, tmp_path, port=ours.recv(), timeout_s=2.0, holder=holder.pid)
+        ended = outcome("cut", 2, tmp_path, port=ours.recv(), timeout_s=paced(2.0), holder=holder.pid)
     finally:
         holder.kill()
         holder.join()
@@ -76,7 +78,7 @@ def test_verdicts() -> None:
 @pytest.mark.timeout(900)  # starts of several ranks
 def test_a_rank_of_another_group_is_not_blamed(tmp_path: Path) -> None:
     """As between copies of the model, of which the first alone gathers weights: rank 1 is missing, rank 2 is behind."""
-    ended = outcome("absent", 3, tmp_path, timeout_s=2.0)
+    ended = outcome("absent", 3, tmp_path, timeout_s=paced(2.0))
     assert [code for code, _ in ended] == [1] * 3
     lines = [line for _, errors in ended for line in errors.splitlines() if "learner: timeout: rank 0" in line]
     assert len(lines) == 1 and "for rank 1, which has begun" in lines[0], ended

@@ -4,7 +4,6 @@ import asyncio
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -26,7 +25,7 @@ print("drained", flush=True)
 """
 FAILS = "raise SystemExit(1)"
 STUBBORN = (
-    "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready', flush=True)\ntime.sleep(60)"
+    "import signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint('ready', flush=True)\ntime.sleep(600)"
 )
 
 
@@ -90,7 +89,7 @@ class Story:
 def process(name: str, code: str, folder: Path) -> Process:
     role: Role = name.partition("_")[0]  # type: ignore[assignment]
     return Process(
-        name, role, (sys.executable, "-c", code), folder / "logs" / f"{name}.log", restarts=QUICK, drain_s=60.0
+        name, role, (sys.executable, "-c", code), folder / "logs" / f"{name}.log", restarts=QUICK, drain_s=600.0
     )
 
 
@@ -173,9 +172,7 @@ def test_the_second_signal_kills(tmp_path: Path) -> None:
     story = Story(tmp_path, buffer=STAYS, learner=STUBBORN)
     interrupt = lambda: os.kill(os.getpid(), signal.SIGINT)  # noqa: E731
     story.when = [("[learner] ready", interrupt), ("draining learner", interrupt)]
-    began = time.monotonic()
-    assert story.go() == 130
-    assert time.monotonic() - began < 55  # its drain would take 60
+    assert story.go() == 130  # its drain would take longer than `go` waits
     assert story.last("learner").code == 137
 
 
@@ -255,8 +252,7 @@ def test_a_server_that_does_not_end_is_killed_when_its_time_is_up(tmp_path: Path
         tasks[0].add_done_callback(lambda _: os.kill(os.getpid(), signal.SIGINT))
 
     story.when = [("[rollout_1] ready", drain)]
-    began = time.monotonic()
-    assert story.go() == 130 and time.monotonic() - began < 50  # not the 60 of its sleep
+    assert story.go() == 130  # its sleep takes longer than `go` waits
     assert story.last("rollout_1").code == 137 and story.supervisor.left == ["rollout_1"]
 
 

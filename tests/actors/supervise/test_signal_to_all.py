@@ -93,10 +93,10 @@ def test_all_processes_get_sigterm_and_the_run_drains_in_order(address: str, tmp
         for process in everything:
             for _ in range(1 if process.pid == front.pid else 2):  # a second one would force the front process
                 process.terminate()
-        assert front.wait(60) == 128 + signal.SIGTERM, (tmp_path / "terminal").read_text()
+        assert front.wait(150) == 128 + signal.SIGTERM, (tmp_path / "terminal").read_text()
     finally:
         front.kill()
-        left = psutil.wait_procs(processes_of(mark), timeout=60)[1]
+        left = psutil.wait_procs(processes_of(mark), timeout=150)[1]
     terminal = (tmp_path / "terminal").read_text()
     assert not left
     assert log("learner").splitlines()[-3:-1] == ["checkpoint", "drained"], terminal

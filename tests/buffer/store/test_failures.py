@@ -57,12 +57,12 @@ async def test_a_locked_ledger_holds_nothing_up_and_is_named(
         other.execute("BEGIN IMMEDIATE")
         putting = asyncio.create_task(served.put(item, group(item.item)))
         longest_s, began = 0.0, time.monotonic()
-        while failures.END_LOCK not in caplog.text and time.monotonic() < began + 20:
+        while failures.END_LOCK not in caplog.text and time.monotonic() < began + 60:
             before = time.monotonic()
             await asyncio.sleep(0.01)
             longest_s = max(longest_s, time.monotonic() - before)
         assert failures.END_LOCK in caplog.text and failures.MAKE_ROOM not in caplog.text
-        assert longest_s < 2.0
+        assert longest_s < 4.0
         other.execute("ROLLBACK")
         other.close()
         assert (await putting).accepted

@@ -56,4 +56,4 @@ async def test_the_wait_ends_at_its_timeout_where_nothing_comes() -> None:
     began = time.monotonic()
     await wait_awake([never], 0.1)
     await wait_awake([never], 0.0)
-    assert 0.09 < time.monotonic() - began < 5.0
+    assert 0.09 < time.monotonic() - began < 60.0

@@ -84,7 +84,7 @@ async def test_parked_requests_survive_a_restart_of_the_buffer_at_once(tmp_path)
     address, path = f"tcp://127.0.0.1:{free_port()}", tmp_path / "buffer.sqlite"
     first = buffer(make_requests(path, max_staleness=0), address)
     await first.__aenter__()
-    async with rollout(address, retry_s=30.0) as samples, rollout(address, "rollout-1", retry_s=30.0) as other:
+    async with rollout(address, retry_s=600.0) as samples, rollout(address, "rollout-1", retry_s=600.0) as other:
         items = await other.ask(9)
         asking, where = asyncio.create_task(samples.ask(9)), asyncio.create_task(samples.where(None))
         await asyncio.sleep(0.1)
@@ -98,7 +98,7 @@ async def test_parked_requests_survive_a_restart_of_the_buffer_at_once(tmp_path)
             assert [item.item for item in await asking] == [items[1].item]
             async with client(address, "learner-0", "learner", serves="tcp://127.0.0.1:7001"):
                 assert await where == "tcp://127.0.0.1:7001"
-            assert time.monotonic() - began < 10  # not a matter of the retry interval
+            assert time.monotonic() - began < 120  # not a matter of the retry interval
 
 
 @in_loop

@@ -138,9 +138,10 @@ def test_damage_that_shows_once_a_rank_has_its_part_leaves_the_group_out_too(tmp
 async def test_a_buffer_whose_ledger_is_deleted_ends_at_once(tmp_path: Path) -> None:
     path = tmp_path / "buffer.sqlite"
     with pytest.raises(StoreGone, match=r"buffer\.sqlite was deleted or replaced while the buffer ran"):
-        async with buffer(make_requests(path)):
+        async with buffer(make_requests(path)) as it:
             path.unlink()
-            await asyncio.sleep(0.8)  # it waits for messages for half a second at most
+            async with asyncio.timeout(60):
+                await asyncio.wait({it.serving})  # it waits for messages for half a second at most
 
 
 def test_what_to_do_is_said_by_error(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from buffer.wire.client import LearnerClient, RolloutClient
 from buffer.wire.protocol import EvaluationResult, SetResult, State, Status
 from tests.harness.buffer_process import buffer, client, group, in_loop, make_requests, rollout
 from tests.harness.keys import client_keys
+from tests.harness.pace import paced
 
 SETS = {"few": SetResult(figures={"mean@2": 0.5}, examples=[{"problem": {"problem": "?"}, "answer": "!", "reward": 1}])}
 
@@ -120,9 +121,10 @@ async def test_a_run_without_evaluations_waits_for_none():
 
 @in_loop
 async def test_a_server_learns_that_its_evaluation_is_another_s():
-    async with buffer(make_requests(eval_every=2, lease_s=0.2)) as it, rollout(it.address) as one:
+    lease_s = paced(0.2)
+    async with buffer(make_requests(eval_every=2, lease_s=lease_s)) as it, rollout(it.address) as one:
         assert await one.claim(0) == 0
-        await asyncio.sleep(0.3)
+        await asyncio.sleep(1.5 * lease_s)
         async with rollout(it.address, "rollout-1") as two:
             await two.beat({})
             assert two.evaluation_due.is_set() and await two.claim(0) == 0

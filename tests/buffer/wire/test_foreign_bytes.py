@@ -33,7 +33,7 @@ PROBES = {
 
 @in_loop
 async def test_foreign_bytes_end_nothing() -> None:
-    async with asyncio.timeout(30), buffer() as it, client(it.address, "o", "observer") as observer:
+    async with asyncio.timeout(60), buffer() as it, client(it.address, "o", "observer") as observer:
         for data in PROBES.values():
             await answer_to(data, it.address, 1)
             assert isinstance(await observer.expect(Status(), State), State)
@@ -59,7 +59,7 @@ async def test_a_message_in_an_older_protocol_is_not_read(greeting: str) -> None
     hello = bytes(pack(0, Hello(name="page", token="0", role="observer", protocol=PROTOCOL, fingerprint="")))
     frame = bytes([len(hello) + 1, 0]) + hello if greeting == "ZMTP 1" else bytes([0, len(hello)]) + hello
     head = b"\x01\x00" if greeting == "ZMTP 1" else GREETING + b"\x01\x05\x00\x00"
-    async with asyncio.timeout(30), buffer() as it, client(it.address, "o", "observer") as observer:
+    async with asyncio.timeout(60), buffer() as it, client(it.address, "o", "observer") as observer:
         assert b"Welcome" not in await answer_to(head + frame, it.address)
         state = await observer.expect(Status(), State)
         assert state.errors == 0
@@ -147,8 +147,10 @@ if (buffer := os.fork()) == 0:
         for option, value in OPTIONS.items():
             router.setsockopt(option, value)
         os.write(theirs, b"%d" % router.bind_to_random_port("tcp://127.0.0.1"))
-        while router.poll(1000):
+        wait = 60_000  # ms: until the client has come, and then shorter
+        while router.poll(wait):
             router.send_multipart(router.recv_multipart())
+            wait = 1000
     os._exit(0)
 port = int(os.read(ours, 9))
 with zmq.Context() as context, context.socket(zmq.DEALER) as dealer:

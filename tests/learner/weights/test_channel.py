@@ -69,7 +69,7 @@ def test_a_thread_that_failed_leaves_no_garbage() -> None:
         del future
         for thread in threading.enumerate():
             if thread.name == NAME:
-                thread.join(30.0)
+                thread.join(60.0)
         assert group() is None
 
     with no_collection():

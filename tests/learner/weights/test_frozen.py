@@ -17,6 +17,7 @@ from learner.weights.receiver import staging as receiving
 from learner.weights.receiver.staged import WeightsError
 from learner.weights.sender.publish import Follower, Sender
 from tests.harness.keys import server_keys
+from tests.harness.pace import paced
 from tests.harness.scenes import intercept
 from tests.harness.weights_server import (
     HEARTBEAT_S,
@@ -215,7 +216,7 @@ def test_what_was_never_verified_is_not_held():
         return message
 
     async def test():
-        with a_learner(timeout_s=1.0) as learner:
+        with a_learner(timeout_s=paced(1.0)) as learner:
             intercept(learner.sender, lose)
             async with servers(Addresses(learner.address), "a") as (one,):
                 learner.publish(0)

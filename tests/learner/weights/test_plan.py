@@ -249,9 +249,9 @@ def test_the_double_buffer_never_gives_out_a_copy_that_is_held():
             with pytest.raises(TimeoutError):
                 copies.reserve(0.01)
             got = []
-            waiting = threading.Thread(target=lambda: got.append(copies.reserve(5)))
+            waiting = threading.Thread(target=lambda: got.append(copies.reserve(60)))
             waiting.start()
-        waiting.join(5)
+        waiting.join(60)
         assert got == [second]
 
 

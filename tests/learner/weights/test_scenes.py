@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.harness.pace import paced
 from tests.harness.scenes import SCENES
 from tests.harness.server_process import Cluster
 
@@ -12,6 +13,10 @@ CASES: list[tuple[int, tuple[str, ...]]] = [(1, ()), (3, ()), (3, ("embed", "lay
 FAST = {scene: CASES[2 if scene in ("a_newcomer_in_mid_run", "through_files", "bucket_by_bucket") else 1]
         for scene in SCENES}  # fmt: skip
 """The case of each scene in the fast tests."""
+EXPIRES = ("a_broadcast_that_stalls", "checksums_that_get_lost")
+"""Scenes that wait for the timeout."""
+PATIENT_S = 30.0
+"""As long as the servers of the scenes wait themselves."""
 
 
 @pytest.mark.xdist_group("ranks")
@@ -29,4 +34,5 @@ FAST = {scene: CASES[2 if scene in ("a_newcomer_in_mid_run", "through_files", "b
     ],
 )
 def test_scene(scene: str, servers: int, frozen: tuple[str, ...], tmp_path: Path) -> None:
-    SCENES[scene](Cluster("cpu", ["cpu"] * servers, timeout_s=4.0, frozen=frozen), tmp_path)
+    timeout_s = paced(4.0) if scene in EXPIRES else PATIENT_S
+    SCENES[scene](Cluster("cpu", ["cpu"] * servers, timeout_s=timeout_s, frozen=frozen), tmp_path)

@@ -4,6 +4,7 @@ import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from math import log2
 
 import pytest
 import zmq
@@ -13,10 +14,12 @@ from buffer.wire.message import Message
 from learner.weights import protocol
 from learner.weights.sender.suspects import MOST_PAUSE_S, Suspects
 from tests.harness.keys import client_keys
-from tests.harness.weights_server import HEARTBEAT_S, Addresses, VersionedPolicy, servers
+from tests.harness.weights_server import HEARTBEAT_S, WAIT_S, Addresses, VersionedPolicy, servers
 from tests.learner.weights.test_wire import a_sender
 
 Lies = Callable[[int], list[Message]]
+TIMEOUT_S = 0.5
+"""The first pause of a suspect; each further one is twice as long."""
 
 
 def test_the_pause_doubles_and_ends_with_a_version_that_is_loaded() -> None:
@@ -87,12 +90,12 @@ ANSWERS: dict[str, Lies] = {
 def test_a_member_that_is_ready_and_receives_nothing_does_not_slow_every_version(answer: str) -> None:
     async def test() -> tuple[int, float]:
         seen: list[str] = []
-        with a_sender(timeout_s=0.5) as sender:
+        with a_sender(timeout_s=TIMEOUT_S) as sender:
             async with servers(Addresses(sender.address), "rollout-0") as (one,):
                 sender.publish(VersionedPolicy(0), 0)
                 await one.has(0)
                 rogue = asyncio.ensure_future(say_ready_only(sender.address, seen, ANSWERS[answer]))
-                async with asyncio.timeout(20):
+                async with asyncio.timeout(WAIT_S):
                     while "Go" not in seen:
                         await asyncio.sleep(0.05)
                 began, version = time.monotonic(), 0
@@ -107,7 +110,7 @@ def test_a_member_that_is_ready_and_receives_nothing_does_not_slow_every_version
         return seen.count("Go"), took_s
 
     rounds, took_s = asyncio.run(test())
-    assert 1 <= rounds <= 6, f"{rounds} rounds were spoilt in {took_s:.1f} s"
+    assert 1 <= rounds <= 4 + log2(1 + took_s / TIMEOUT_S), f"{rounds} rounds were spoilt in {took_s:.1f} s"
 
 
 def test_a_large_message_of_a_server_is_not_taken() -> None:
@@ -118,7 +121,7 @@ def test_a_large_message_of_a_server_is_not_taken() -> None:
             socket = protocol.dealer(context, sender.address, client_keys(server="learner"))
             monitor = socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
             await socket.send(bytes(1 << 17))
-            assert await monitor.poll(10_000), "the learner ends the connection"
+            assert await monitor.poll(60_000), "the learner ends the connection"
             socket.disable_monitor()
             monitor.close(0)
             socket.close(0)
@@ -137,7 +140,7 @@ def test_raw_connections_do_not_take_the_learner_s_last_open_files() -> None:
                 await one.has(0)
                 raw = [await asyncio.open_connection(host, int(port)) for _ in range(20)]
                 sender._distributor.members._limits.files.limit = 0.0  # as if these were the last files
-                async with asyncio.timeout(10):
+                async with asyncio.timeout(60):
                     for reader, writer in raw:
                         with suppress(ConnectionError):
                             while await reader.read(100):

@@ -24,6 +24,7 @@ from rollout.errors import EngineDead, EngineError
 from tests.harness.calculator import REWARDS, ROOT, ROWS, CalculatingEngine, calculator
 from tests.harness.children import children
 from tests.harness.lanes import long_but
+from tests.harness.pace import paced
 from tests.rollout.agents.test_programs import wards
 
 OPENAI = """
@@ -183,18 +184,19 @@ async def test_the_engine_s_failure_is_no_reward_whatever_the_agent_returns(erro
 @pytest.mark.parametrize("how", ["plain", pytest.param("concurrent", marks=pytest.mark.long)])
 async def test_an_agent_has_its_time_outside_of_model_calls(how: str, tmp_path: Path):
     row = {"problem": "1", "how": {"plain": "loop", "concurrent": "wait"}[how]}
-    limits = ["--rollout.task_timeout_s=2", "--rollout.sample_attempts=1"]
+    limit_s = paced(2.0)
+    limits = [f"--rollout.task_timeout_s={limit_s}", "--rollout.sample_attempts=1"]
     async with played(tmp_path, f"{HOSTILE}:{how}", *limits) as (_, episodes, engine):
         engine.gate.clear()
         playing = asyncio.create_task(episodes.attempt(row))
         async with asyncio.timeout(120):
             while engine.running < 2:
                 await asyncio.sleep(0.01)
-        await asyncio.sleep(2.2)
+        await asyncio.sleep(1.1 * limit_s)
         assert not playing.done()
         engine.gate.set()
         failure = await asyncio.wait_for(playing, 120)
-        limit = "took longer than rollout.task_timeout_s (2 s) outside of model calls; it was ended"
+        limit = f"took longer than rollout.task_timeout_s ({limit_s:g} s) outside of model calls; it was ended"
         assert isinstance(failure, Failure) and failure.reason == f"{HOSTILE}:{how} {limit}"
         async with asyncio.timeout(120):
             while wards():
@@ -213,7 +215,8 @@ async def test_waiting_for_a_worker_is_not_the_agent_s_time(tmp_path: Path):
 
 
 async def test_who_waits_for_a_worker_that_another_blocks_is_returned(tmp_path: Path):
-    limits = ["--rollout.task_timeout_s=2", "--rollout.sample_attempts=1"]
+    limit_s = paced(2.0)
+    limits = [f"--rollout.task_timeout_s={limit_s}", "--rollout.sample_attempts=1"]
     async with played(tmp_path, f"{HOSTILE}:concurrent", *limits) as (_, episodes, engine):
         engine.gate.clear()
         wait, block = (asyncio.create_task(episodes.attempt({"problem": "1", "how": how})) for how in ("wait", "block"))
@@ -222,7 +225,11 @@ async def test_who_waits_for_a_worker_that_another_blocks_is_returned(tmp_path: 
                 await asyncio.sleep(0.01)
         engine.gate.set()
         beside, guilty = await asyncio.wait_for(asyncio.gather(wait, block), 120)
-    assert isinstance(guilty, Failure) and not guilty.returned and "rollout.task_timeout_s (2 s)" in guilty.reason
+    assert (
+        isinstance(guilty, Failure)
+        and not guilty.returned
+        and f"rollout.task_timeout_s ({limit_s:g} s)" in guilty.reason
+    )
     assert isinstance(beside, Failure) and beside.returned and "another episode ended the worker" in beside.reason
 
 

@@ -170,4 +170,4 @@ def test_nothing_survives_the_server(number: signal.Signals, tmp_path: Path):
         assert len(below) >= 8
         server.send_signal(number)
         server.wait(120)
-    assert psutil.wait_procs(below, 30)[1] == []
+    assert psutil.wait_procs(below, 60)[1] == []

@@ -19,6 +19,7 @@ from rollout.cage.process_table import below, children_of_all
 from rollout.tasks.programs import agent_of, result_of_command
 from tests.harness.children import children
 from tests.harness.lanes import long_but
+from tests.harness.pace import paced
 
 LOADER = "tests.rollout.agents.user_agents:load"
 MEMORY = "rollout.task_memory_gib (1 GiB)"
@@ -139,11 +140,12 @@ async def test_nothing_survives_the_death_of_the_worker_or_its_warden():
 
 
 async def test_async_ones_share_a_worker_and_the_server_keeps_the_time():
-    async with agents("concurrent", timeout_s=1.0) as cage:
+    limit_s = paced(1.0)
+    async with agents("concurrent", timeout_s=limit_s) as cage:
         waiting = asyncio.create_task(cage.run("wait"))
         pids = await asyncio.gather(*(cage.run("pid") for _ in range(10)))
         assert len(set(pids)) == 1
-        await asyncio.sleep(1.5)
+        await asyncio.sleep(1.5 * limit_s)
         assert not waiting.done()  # no limit of the worker's own
         waiting.cancel()
         error = await error_of(cage.run("block"))

@@ -21,15 +21,18 @@ import uvloop
 from rollout.cage import CagedError, CagedFunction
 from rollout.cage.cage import Cage
 from rollout.cage.frames import BAD_BYTES, encode
+from rollout.cage.process_table import has_signal
+from rollout.cage.warden import DUMP_SIGNAL
 from tests.harness.children import children
 from tests.harness.lanes import long_but
+from tests.harness.pace import paced
 
 LOADER = "tests.rollout.cage.user_rewards:load"
 
 
 def cage(name: str, *arguments: object, workers: int = 1, **options: object) -> Cage:
     return Cage(
-        CagedFunction(name, LOADER, [name, *arguments], **({"timeout_s": 20.0, "grace_s": 0.5} | options)), workers
+        CagedFunction(name, LOADER, [name, *arguments], **({"timeout_s": 100.0, "grace_s": 0.5} | options)), workers
     )
 
 
@@ -195,22 +198,37 @@ async def test_the_time_limit_kills(name):
     async with cage(name, timeout_s=0.5) as pool:
         began = time.monotonic()
         error = await error_of(pool.call(*([600] if name == "sleeps" else [])))
-        assert 0.4 < time.monotonic() - began < 100
+        assert time.monotonic() - began > 0.4
         assert str(error) == f"{name} took longer than reward.timeout_s (0.5 s); its process was killed"
         assert error.origin == "timed_out" and f"in {name}" in error.detail  # where it was
         assert (await error_of(pool.call(*([600] if name == "sleeps" else [])))).origin == "timed_out"
 
 
+async def test_a_worker_that_gets_no_processor_at_its_limit_still_says_where_it_was(tmp_path: Path):
+    async with cage("sleeps", timeout_s=0.5) as pool:
+        call = asyncio.create_task(pool.call(600, str(tmp_path / "pid")))
+        worker = int(await file_with_text(tmp_path / "pid"))
+        os.kill(worker, signal.SIGSTOP)
+        async with asyncio.timeout(120):
+            while not has_signal(worker, DUMP_SIGNAL):
+                await asyncio.sleep(0.01)
+        await asyncio.sleep(0.6)
+        os.kill(worker, signal.SIGCONT)
+        assert "in sleeps" in (await error_of(call)).detail
+
+
 async def test_the_time_limit_counts_from_the_start_of_the_call():
-    async with cage("sleeps", timeout_s=1.5) as pool:
-        assert await asyncio.gather(*(pool.call(0.4) for _ in range(4))) == ["awake"] * 4
+    limit_s = paced(1.5)
+    async with cage("sleeps", timeout_s=limit_s) as pool:
+        assert await asyncio.gather(*(pool.call(limit_s * 0.27) for _ in range(4))) == ["awake"] * 4
 
 
 async def test_a_server_that_stalls_costs_no_call():
-    async with cage("sleeps", timeout_s=1.0) as pool:
+    limit_s = paced(1.0)
+    async with cage("sleeps", timeout_s=limit_s) as pool:
         call = asyncio.create_task(pool.call(0.1))
         await asyncio.sleep(0)
-        time.sleep(1.2)  # the server's event loop is busy
+        time.sleep(1.2 * limit_s)  # the server's event loop is busy
         assert await call == "awake"
 
 
@@ -347,7 +365,7 @@ async def test_arguments_that_cannot_travel():
 
 @pytest.mark.parametrize("then", long_but(["return", "quit", "hang"], 0, 1))
 async def test_child_processes_end_with_their_worker(tmp_path: Path, then: str):
-    async with cage("children", timeout_s=4.0 if then == "hang" else 60.0) as pool:
+    async with cage("children", timeout_s=paced(4.0) if then == "hang" else 60.0) as pool:
         if then == "return":
             await pool.call(str(tmp_path), then)
         else:
@@ -391,7 +409,7 @@ async def test_a_cancelled_call_frees_its_worker_and_a_waiting_one_its_place(tmp
 
 async def test_a_cancelled_call_that_ends_by_itself_costs_no_worker(tmp_path: Path):
     async with cage("sleeps", grace_s=1.0) as pool:
-        running = asyncio.create_task(pool.call(0.2, str(tmp_path / "pid")))
+        running = asyncio.create_task(pool.call(0.1, str(tmp_path / "pid")))
         worker = int(await file_with_text(tmp_path / "pid"))
         running.cancel()
         assert await asyncio.wait_for(pool.call(0), 120) == "awake"
@@ -456,7 +474,7 @@ async def test_results_that_are_lost_with_the_connection_are_no_failures(tmp_pat
         calls = [asyncio.create_task(pool.call(*given)) for given in [(0,), (0,), (600, str(tmp_path / "pid"))]]
         await asyncio.sleep(0)
         os.kill(int(wait_for_text(tmp_path / "pid")), signal.SIGKILL)
-        psutil.wait_procs(wards(), timeout=2)
+        psutil.wait_procs(wards(), timeout=60)
         after = asyncio.create_task(pool.call(0))  # sent to a process that is gone
         *before, guilty = await asyncio.wait_for(asyncio.gather(*calls, return_exceptions=True), 120)
         assert isinstance(guilty, CagedError) and not guilty.returned
@@ -482,11 +500,11 @@ async def test_a_call_sent_ahead_and_cancelled_does_not_end_the_one_before_it(tm
     async with cage("sleeps", grace_s=0.1) as pool:
         await sent_ahead(pool)
         long = asyncio.create_task(pool.call(0.8, str(tmp_path / "pid")))
-        behind = asyncio.create_task(pool.call(600, str(tmp_path / "next")))
-        await file_with_text(tmp_path / "pid")
+        behind = asyncio.create_task(pool.call(600))
+        worker = int(await file_with_text(tmp_path / "pid"))
         behind.cancel()
         assert await asyncio.wait_for(long, 120) == "awake"
-        await gone(int(await file_with_text(tmp_path / "next")))  # it runs now, and nobody waits for it
+        await gone(worker)  # the next one runs there, and nobody waits for it
         assert await asyncio.wait_for(pool.call(0), 120) == "awake"
 
 

@@ -24,6 +24,8 @@ from tests.harness import fakes
 from tests.harness.children import children
 from tests.harness.fakes import FakePrompts, FakeRewards, fake_sampler
 from tests.harness.lanes import long_but
+from tests.harness.pace import paced
+from tests.rollout.cage.test_cage import file_with_text
 
 RUN = Path(__file__).parents[3] / "examples/countdown/quickstart.yaml"
 LOADER = "tests.rollout.cage.user_rewards:load"
@@ -37,7 +39,7 @@ class Task(Cage):
 
 
 def caged(name: str, workers: int = 1, **limits: Any) -> Task:
-    options = {"timeout_s": 20.0, "prefix": "rollout.task_", "episodes": True} | limits
+    options = {"timeout_s": 100.0, "prefix": "rollout.task_", "episodes": True} | limits
     return Task(CagedFunction(name, LOADER, [name], **options), workers)
 
 
@@ -129,7 +131,11 @@ async def test_an_episode_ends_in_words_and_alone(how: str, origin: str, reason:
     long_but(
         [
             ("quit", "died", "misbehaves ended its process (exit code 3)"),
-            ("block", "timed_out", "misbehaves took longer than rollout.task_timeout_s (1 s); its process was killed"),
+            (
+                "block",
+                "timed_out",
+                "longer than rollout.task_timeout_s ({:g} s); its process was killed",
+            ),
             ("block in a task", "timed_out", "rollout.task_timeout_s"),
         ],
         0,
@@ -142,11 +148,12 @@ async def test_an_episode_that_ends_its_worker_is_named_and_the_others_are_bysta
     engine = FakeEngine()
     stuck = FakeEngine()
     stuck.hold, stuck.all_wait = asyncio.Event(), (3, asyncio.Event())
-    async with caged("misbehaves", timeout_s=1.0) as task:
+    limit_s = paced(1.0)
+    async with caged("misbehaves", timeout_s=limit_s) as task:
         others = [asyncio.create_task(task.run(problem(how="fine"), stuck.generate)) for _ in range(3)]
         await asyncio.wait_for(stuck.all_wait[1].wait(), 120)
         error = await error_of(task.run(problem(how=how), engine.generate))
-        assert error.origin == origin and reason in str(error) and not error.returned
+        assert error.origin == origin and reason.format(limit_s) in str(error) and not error.returned
         for other in others:
             beside = await error_of(other)
             assert beside.returned and beside.origin == "died"
@@ -158,10 +165,11 @@ async def test_an_episode_that_ends_its_worker_is_named_and_the_others_are_bysta
 async def test_the_time_limit_of_an_episode_does_not_count_the_time_in_generate(how: str):
     engine = FakeEngine()
     engine.hold = asyncio.Event()
-    async with caged("misbehaves", timeout_s=3.0) as task:
+    limit_s = paced(3.0)
+    async with caged("misbehaves", timeout_s=limit_s) as task:
         patient = asyncio.create_task(task.run(problem(how="fine"), engine.generate))
         error = await error_of(task.run(problem(how=how), FakeEngine().generate))
-        assert error.origin == "timed_out" and "rollout.task_timeout_s (3 s)" in str(error)
+        assert error.origin == "timed_out" and f"rollout.task_timeout_s ({limit_s:g} s)" in str(error)
         await asyncio.sleep(0.3)
         engine.hold.set()
         assert await asyncio.wait_for(patient, 120) == "fine"
@@ -179,11 +187,13 @@ async def test_what_generate_raises_reaches_the_episode_and_the_caller():
 
 
 async def test_a_refusal_after_a_long_time_is_not_the_episode_s_own():
+    limit_s = paced(2.0)
+
     async def refuse(tokens: list[int], **options: Any) -> None:
-        await asyncio.sleep(2.2)
+        await asyncio.sleep(1.1 * limit_s)
         raise ChatRefused("out of time", "time_exceeded")
 
-    async with caged("survives_refusal", timeout_s=2.0) as task:
+    async with caged("survives_refusal", timeout_s=limit_s) as task:
         assert await task.run(problem(), refuse) == "out of time"
 
 
@@ -207,26 +217,28 @@ async def test_a_cancelled_episode_stops_its_generation_and_nothing_else():
 
 
 @pytest.mark.parametrize("how", ["refuse to be cancelled", "refuse without output"])
-async def test_an_episode_that_does_not_end_ends_its_worker_and_others_are_bystanders(how: str):
+async def test_an_episode_that_does_not_end_ends_its_worker_and_others_are_bystanders(how: str, tmp_path: Path):
     engine = FakeEngine()
     engine.hold, engine.all_wait = asyncio.Event(), (1, asyncio.Event())
     async with caged("misbehaves", grace_s=0.5, cancel_again_s=0.2) as task:
         worker = await task.run(problem(how="pid"), FakeEngine().generate)
-        stubborn = asyncio.create_task(task.run(problem(how=how), FakeEngine().generate))
+        refusing = problem(how=how, ready=str(tmp_path / "ready"))
+        stubborn = asyncio.create_task(task.run(refusing, FakeEngine().generate))
         beside = asyncio.create_task(task.run(problem(how="fine"), engine.generate))
         await asyncio.wait_for(engine.all_wait[1].wait(), 120)
-        await asyncio.sleep(0.2)
+        await file_with_text(tmp_path / "ready")
         stubborn.cancel()
         error = await error_of(beside)
         assert error.returned and "another episode ended the worker that both shared" in str(error)
         assert await task.run(problem(how="pid"), FakeEngine().generate) != worker
 
 
-async def test_an_episode_that_swallows_its_end_once_is_told_again():
+async def test_an_episode_that_swallows_its_end_once_is_told_again(tmp_path: Path):
     async with caged("misbehaves", grace_s=1.5, cancel_again_s=0.2) as task:
         worker = await task.run(problem(how="pid"), FakeEngine().generate)
-        stubborn = asyncio.create_task(task.run(problem(how="swallow once"), FakeEngine().generate))
-        await asyncio.sleep(0.3)
+        swallowing = problem(how="swallow once", ready=str(tmp_path / "ready"))
+        stubborn = asyncio.create_task(task.run(swallowing, FakeEngine().generate))
+        await file_with_text(tmp_path / "ready")
         stubborn.cancel()
         await asyncio.sleep(1.8)
         assert await task.run(problem(how="pid"), FakeEngine().generate) == worker
@@ -349,13 +361,14 @@ async def test_bystanders_fail_without_an_attempt_and_the_guilty_episode_with_on
         "import asyncio, os\n"
         "async def play(problem, generate):\n"
         "    if problem.row['problem'] == 'guilty': os._exit(3)\n"
+        f"    open({str(tmp_path / 'ready')!r}, 'w').write('ready')\n"
         "    await asyncio.sleep(600)\n"
     )
     config = load([str(RUN), f"--rollout.task={tmp_path}/mine.py:play", "--rollout.task_workers=1"])
     async with UserTask(config, None) as task:
         played = Episodes(FakePrompts(), task, fake_sampler(fakes.FakeEngine(FakePrompts().encode)), FakeRewards(), 1)
         beside = asyncio.create_task(played.attempt({"problem": "beside"}))
-        await asyncio.sleep(0.5)
+        await file_with_text(tmp_path / "ready")
         guilty = await asyncio.wait_for(played.attempt({"problem": "guilty"}), 120)
         returned = await asyncio.wait_for(beside, 120)
     assert isinstance(guilty, Failure) and guilty.kind == "task" and not guilty.returned

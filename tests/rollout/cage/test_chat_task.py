@@ -68,7 +68,7 @@ async def play(
         sampler = Sampler(policy.engine, prompts, 1.0, 30, 300)  # type: ignore[arg-type]
         scorer: Any = None if own_score else rewards
         made = Episodes(prompts, task, sampler, scorer, 2, attempts)
-        return await asyncio.wait_for(made.attempt(ROW), 60), policy.engine, rewards
+        return await asyncio.wait_for(made.attempt(ROW), 120), policy.engine, rewards
 
 
 async def test_the_function_s_score_is_the_reward_and_its_turns_one_segment(tmp_path: Path):

@@ -34,13 +34,13 @@ def ends_a_child() -> int:
     child = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
     child.start()
     child.terminate()
-    child.join(20)
+    child.join(60)
     return child.exitcode or 0
 
 
 async def test_a_call_outlives_the_signal(tmp_path: Path):
     ready = tmp_path / "ready"
-    async with Cage(CagedFunction("sleeps", LOADER, ["sleeps"], timeout_s=20.0), 1) as pool:
+    async with Cage(CagedFunction("sleeps", LOADER, ["sleeps"], timeout_s=100.0), 1) as pool:
         call = asyncio.ensure_future(pool.call(str(ready)))
         worker = psutil.Process(int(await file_with_text(ready)))
         warden = worker.parent()
@@ -53,5 +53,5 @@ async def test_a_call_outlives_the_signal(tmp_path: Path):
 
 
 async def test_users_code_can_end_its_children_by_sigterm():
-    async with Cage(CagedFunction("ends_a_child", LOADER, ["ends_a_child"], timeout_s=30.0), 1) as pool:
+    async with Cage(CagedFunction("ends_a_child", LOADER, ["ends_a_child"], timeout_s=100.0), 1) as pool:
         assert await pool.call() == -signal.SIGTERM

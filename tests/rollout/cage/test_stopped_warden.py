@@ -1,6 +1,6 @@
 """A warden that was stopped, as with its whole container, does not count that time against the worker's call."""
 
-import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,23 +10,27 @@ from rollout.cage.warden import DEADLINE, CallState, Warden
 
 
 class SlowPoll:
-    """Stands for `select.poll`: the wait ends late, as after SIGCONT."""
+    """Stands for `select.poll` and the clock: the wait ends late, as after SIGCONT."""
 
     def __init__(self, late_s: float) -> None:
-        self.late_s = late_s
+        self.late_s, self.now = late_s, 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
 
     def poll(self, milliseconds: float) -> list[tuple[int, int]]:
-        time.sleep(milliseconds / 1000 + self.late_s)
+        self.now += milliseconds / 1000 + self.late_s
         return []
 
 
-@pytest.mark.parametrize(("late_s", "deadline", "moved_s"), [(0.3, 100.0, 0.3), (0.0, 100.0, 0.0), (0.3, 0.0, 0.0)])
+@pytest.mark.parametrize(("late_s", "deadline", "moved_s"), [(1.5, 100.0, 1.5), (0.9, 100.0, 0.0), (1.5, 0.0, 0.0)])
 def test_a_stop_puts_the_deadline_off(
     late_s: float, deadline: float, moved_s: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(wardens, "STOPPED_S", 0.2)
+    slow = SlowPoll(late_s)
+    monkeypatch.setattr(wardens, "time", SimpleNamespace(monotonic=slow.monotonic))
     warden: Any = object.__new__(Warden)  # its constructor needs a worker
-    warden._poll, warden.state = SlowPoll(late_s), CallState()
+    warden._poll, warden.state = slow, CallState()
     warden.state[DEADLINE] = deadline
-    assert warden._wait(time.monotonic() + 0.05) == set()
-    assert warden.state[DEADLINE] - deadline == pytest.approx(moved_s, abs=0.1)
+    assert warden._wait(slow.now + 0.05) == set()
+    assert warden.state[DEADLINE] - deadline == pytest.approx(moved_s)

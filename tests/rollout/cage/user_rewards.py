@@ -357,6 +357,8 @@ async def misbehaves(problem, generate):
     """What the row says, after one turn."""
     await generate(problem["prompt"])
     how = problem["row"]["how"]
+    if "ready" in problem["row"]:
+        Path(problem["row"]["ready"]).write_text("ready")
     if how == "raise":
         raise KeyError("target")
     if how == "raise strangely":

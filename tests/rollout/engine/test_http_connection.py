@@ -39,7 +39,7 @@ async def served() -> AsyncIterator[int]:
 async def ended(reader: asyncio.StreamReader) -> bytes:
     """All that comes before the connection is closed."""
     try:
-        async with asyncio.timeout(5):
+        async with asyncio.timeout(60):
             return await reader.read()
     except ConnectionResetError:
         return b""

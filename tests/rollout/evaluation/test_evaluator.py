@@ -11,6 +11,7 @@ from rollout.concurrency import Places
 from rollout.evaluation.players import ProblemSet
 from rollout.loop import PolicyUpdates, follow, until_last
 from tests.harness.fakes import FakeEngine, FakeEvaluations, FakePolicy, fake_evaluator, until
+from tests.harness.pace import paced
 
 ROWS = [{"problem": name, "answer": "ok."} for name in "abc"]
 SETS = [
@@ -194,12 +195,13 @@ async def test_a_server_leaves_if_the_last_version_never_comes():
 
 
 async def test_a_server_that_was_stopped_still_waits_for_the_last_version():
+    limit_s = paced(1.2)
     async with Server() as server:
         server.publish(98)
         await until(lambda: server.updates.first.is_set())
-        leaving = asyncio.create_task(until_last(server.updates, server.evaluator, timeout_s=1.2))
+        leaving = asyncio.create_task(until_last(server.updates, server.evaluator, timeout_s=limit_s))
         await asyncio.sleep(0.05)
-        time.sleep(1.5)  # the whole process stands still
+        time.sleep(limit_s + 0.3)  # the whole process stands still
         await asyncio.sleep(0.2)
         assert not leaving.done()
         server.publish(99)

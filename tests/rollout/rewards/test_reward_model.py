@@ -23,6 +23,7 @@ from rollout.rewards.convention import Answer
 from rollout.rewards.models.reward_model import RewardModel
 from rollout.rewards.workers import RewardPool
 from tests.harness.model_server import ModelServer
+from tests.harness.pace import paced
 from tests.harness.ports import free_port
 from tests.harness.tiny_reward import logits_of, make_reward_model
 from tests.harness.toy import ROOT
@@ -192,14 +193,15 @@ def ones(body: dict[str, Any], number: int) -> tuple[int, Any]:
 async def test_a_call_waits_for_the_runs_own_server_as_long_as_it_takes():
     """Longer than `reward.timeout_s`, which is of the function: at the start, and after the server was lost."""
     port = free_port()
-    async with RewardPool(own(port, timeout_s=1.5)) as pool:
+    limit_s = paced(1.5)
+    async with RewardPool(own(port, timeout_s=limit_s)) as pool:
         early = asyncio.create_task(pool.score(answers({}, "a", "b")))
-        await asyncio.sleep(1.8)
+        await asyncio.sleep(1.2 * limit_s)
         assert not early.done()
         async with ModelServer(ones, port=port):
             assert [score.reward for score in await asyncio.wait_for(early, 120)] == [1.0, 1.0]
         late = asyncio.create_task(pool.score(answers({}, "a")))
-        await asyncio.sleep(1.8)
+        await asyncio.sleep(1.2 * limit_s)
         assert not late.done()
         async with ModelServer(lambda body, number: ones(body, number) if number else (0, ""), port=port) as server:
             assert [score.reward for score in await asyncio.wait_for(late, 120)] == [1.0]

@@ -20,7 +20,7 @@ from rollout.episodes.setup import RolloutSetup
 from rollout.rewards.no_reward import NoReward
 from rollout.tasks.trajectory import Generate, Problem, Recorded, Trajectory, single_turn
 from rollout.teachers.scoring import Teachers
-from tests.harness.fakes import FakeEngine, FakePrompts, FakeRewards, fake_sampler
+from tests.harness.fakes import FakeEngine, FakePrompts, FakeRewards, fake_sampler, until
 from tests.harness.keys import TOKEN, give_keys
 from tests.harness.model_server import ModelServer
 from tests.harness.ports import free_port
@@ -274,9 +274,11 @@ async def test_the_runs_own_teacher_is_waited_for_and_asked_with_the_token(tmp_p
     port, keys = free_port(), give_keys(tmp_path / "run")
     config = TeacherConfig(model="big", servers=1, port=port)
     async with episodes(config, keys) as made:
+        teachers = made.teachers
+        assert teachers is not None
         early = asyncio.create_task(made.run(item()))
-        await asyncio.sleep(0.1)
-        assert not early.done() and made.teachers and made.teachers.stats()["teacher"] == 3.0
+        await until(lambda: teachers.stats()["teacher"] == 3.0)
+        assert not early.done() and teachers.stats()["teacher"] == 3.0
         reply = lambda body, number: (0, "") if number == 0 else (200, completions(body))  # noqa: E731
         async with ModelServer(reply, port=port) as server:
             outcome = await asyncio.wait_for(early, 120)
@@ -305,7 +307,9 @@ async def test_an_episode_that_is_abandoned_leaves_no_request(tmp_path: Path) ->
     config = TeacherConfig(model="big", servers=1, port=free_port())
     async with episodes(config, give_keys(tmp_path / "run")) as made:
         waiting = asyncio.create_task(made.run(item()))
-        await asyncio.sleep(0.05)
+        teachers = made.teachers
+        assert teachers is not None
+        await until(lambda: teachers.stats()["teacher"] == 3.0)
         made.abandon([70], Failure("the buffer took the lease back"))
         assert await asyncio.wait_for(waiting, 60) == Failure("the buffer took the lease back")
         assert made.teachers is not None

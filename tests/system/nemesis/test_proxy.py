@@ -58,31 +58,31 @@ def received(client: socket.socket, size: int) -> bytes:
 
 def test_a_partition_holds_bytes_and_new_connections_back_until_it_heals(network: Network, echo: int) -> None:
     network.add("wire", port := free_port(), at(echo))
-    with socket.create_connection(("127.0.0.1", port), 5) as client:
+    with socket.create_connection(("127.0.0.1", port), 60) as client:
         assert exchange(client, b"before") == b"before"
         network.part("wire")
         client.settimeout(0.1)
         client.sendall(b"held")
         with pytest.raises(TimeoutError):
             client.recv(1)
-        with socket.create_connection(("127.0.0.1", port), 5) as other:
+        with socket.create_connection(("127.0.0.1", port), 60) as other:
             other.sendall(b"new")
             other.settimeout(0.1)
             with pytest.raises(TimeoutError):
                 other.recv(1)
             network.heal("wire")
             for each, data in ((client, b"held"), (other, b"new")):
-                each.settimeout(5)
+                each.settimeout(60)
                 assert received(each, len(data)) == data
 
 
 def test_a_delay_keeps_the_order(network: Network, echo: int) -> None:
     network.add("wire", port := free_port(), at(echo))
     data = random.Random(0).randbytes(1 << 20)
-    with socket.create_connection(("127.0.0.1", port), 5) as client:
+    with socket.create_connection(("127.0.0.1", port), 60) as client:
         network.delay("wire", 0.1)
         began = time.monotonic()
-        assert exchange(client, b"x") == b"x" and 0.2 <= time.monotonic() - began < 3
+        assert exchange(client, b"x") == b"x" and 0.2 <= time.monotonic() - began < 60
         sending = threading.Thread(target=client.sendall, args=(data,))
         sending.start()
         assert received(client, len(data)) == data
@@ -92,17 +92,17 @@ def test_a_delay_keeps_the_order(network: Network, echo: int) -> None:
 def test_the_end_of_one_side_ends_the_other(network: Network) -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         network.add("wire", port := free_port(), at(listener.getsockname()[1]))
-        with socket.create_connection(("127.0.0.1", port), 5) as client:
+        with socket.create_connection(("127.0.0.1", port), 60) as client:
             far, _ = listener.accept()
             far.close()
             assert client.recv(1) == b""
-    with socket.create_connection(("127.0.0.1", port), 5) as client:
+    with socket.create_connection(("127.0.0.1", port), 60) as client:
         assert client.recv(1) == b"", "nobody listens at the far end"
 
 
 def test_a_port_is_named_by_the_address(network: Network, echo: int) -> None:
     network.add("wire", port := free_port(), named_by_address)
-    with socket.create_connection((f"127.1.{echo >> 8}.{echo & 255}", port), 5) as client:
+    with socket.create_connection((f"127.1.{echo >> 8}.{echo & 255}", port), 60) as client:
         assert exchange(client, b"found") == b"found"
 
 

@@ -24,7 +24,7 @@ from tests.harness.keys import client_keys, server_keys
 from tests.harness.one_gpu import GPU_ENGINE, device_of, start
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
-LENGTH, TEMPERATURE, UPDATES, CLOSE = 400, 0.7, 5, 1e-4
+LENGTH, TEMPERATURE, UPDATES, CLOSE = 700, 0.7, 5, 1e-4
 EACH = 20
 """Tokens of each sequence that a version samples at least, before the next is published."""
 PROMPTS = [[3 + i, 5, 9, 11, 40 - i] for i in range(4) for _ in range(2)]
