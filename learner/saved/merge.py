@@ -4,6 +4,7 @@ folder.
 Computes on the CPU, in float32, and rounds once, to `model.dtype`. Exit 2: bad input.
 """
 
+import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -43,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def merge(checkpoint: Path, out: Path) -> None:
-    """Write the whole model into `out`. Raises ValueError or OSError."""
+    """Write the whole model as `out`, or nothing. Raises ValueError or OSError."""
     if out.exists():
         raise ValueError(f"{out}: exists already; name a folder that does not")
     if why := fault(checkpoint):
@@ -56,8 +57,10 @@ def merge(checkpoint: Path, out: Path) -> None:
     if digest(model) != adapter.base:
         raise ValueError(f"model.path: {path} has other weights than when {checkpoint} was saved; give them back")
     add(model, adapter_files.read(checkpoint / "adapter"), lora.scale)
-    with writing(out), removed_on_failure(out):
-        export.write(dict(_in_files(model)), adapter.model, out)
+    draft = out.with_name(f".{out.name}.{os.getpid()}")
+    with writing(out), removed_on_failure(draft):
+        export.write(dict(_in_files(model)), adapter.model, draft)
+        draft.rename(out)
 
 
 def _in_files(model: PreTrainedModel) -> Iterator[tuple[str, Tensor]]:
