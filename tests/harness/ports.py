@@ -3,12 +3,20 @@
 import itertools
 import os
 import socket
+from collections.abc import Iterator
 
 FIRST, LAST = 12_000, 32_000
 """Below the ports that Linux gives to outgoing connections: one of those may be taken by any client at any moment."""
-_candidates = itertools.cycle(range(FIRST, LAST))
-for _ in range(os.getpid() * 37 % (LAST - FIRST)):  # processes that run at the same time begin far apart
-    next(_candidates)
+
+
+def in_turn(ports: range, process: int) -> Iterator[int]:
+    """All of `ports` again and again. Processes that were started at the same time begin far apart, also those of two
+    checkouts that are tested on one machine."""
+    first = process * (round(0.618 * len(ports)) | 1) % len(ports)  # the golden ratio keeps multiples apart
+    return itertools.cycle([*ports[first:], *ports[:first]])
+
+
+_candidates = in_turn(range(FIRST, LAST), os.getpid())
 
 
 def keep_to_share(number: int, of: int) -> None:
@@ -16,7 +24,7 @@ def keep_to_share(number: int, of: int) -> None:
     while the server of one is starting again."""
     global _candidates
     size = (LAST - FIRST) // of
-    _candidates = itertools.cycle(range(FIRST + number * size, FIRST + (number + 1) * size))
+    _candidates = in_turn(range(FIRST + number * size, FIRST + (number + 1) * size), os.getpid())
 
 
 def free_port() -> int:

@@ -2,6 +2,7 @@
 
 import math
 import time
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +34,13 @@ def test_processes_with_other_shares_never_pick_the_same_port(monkeypatch: pytes
         ports.keep_to_share(share, 3)
         picked += [ports.free_port() for _ in range(50)]
     assert len(set(picked)) == 150 and min(picked) >= ports.FIRST and max(picked) < ports.LAST
+
+
+def test_processes_that_start_together_begin_far_apart() -> None:
+    share = range(ports.FIRST, ports.LAST)
+    first = sorted(next(ports.in_turn(share, 4000 + process)) for process in range(13))
+    assert min(later - one for one, later in pairwise(first)) > 600
+    assert len({*islice(ports.in_turn(share, 4000), len(share))}) == len(share)
 
 
 def test_what_ends_the_run_of_a_worker_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
