@@ -78,8 +78,10 @@ class AnswerSteps:
 
 def _summed(figures: dict[str, float]) -> dict[str, float]:
     """The sums over all ranks. A collective."""
-    totals = collectives.all_reduce_sum(torch.tensor([*figures.values()], dtype=torch.float64)) if figures else []
-    return dict(zip(figures, map(float, totals), strict=True))
+    if not figures:
+        return {}
+    totals = collectives.all_reduce_sum(torch.tensor([*figures.values()], dtype=torch.float64))
+    return dict(zip(figures, totals.tolist(), strict=True))
 
 
 def _loads(policy: Policy, tally: Tensor | None) -> dict[str, float]:
