@@ -52,17 +52,11 @@ class Draft:
     closed: bool = False
     """The last answer ends with a token that the template did not write: nothing can follow."""
 
-    def finish(self, placeholder: int, pictures: Sequence[Picture], row: int) -> TrainedText:
-        """Repeat each placeholder, one for each picture, for every token of its picture."""
+    def finish(self) -> TrainedText:
         tokens = np.array([token for ids, _ in self.pieces for token in ids], np.int32)
         trained = np.array([flag for ids, flag in self.pieces for _ in ids], np.bool_)
         trained[:1] = False
-        places, sizes = tokens == placeholder, np.ones(len(tokens), np.int64)
-        sizes[places] = [picture.num_tokens for picture in pictures]
-        starts = (sizes.cumsum() - sizes)[places].tolist()
-        read = (ReadPicture(picture.digest, picture.grid, row, number) for number, picture in enumerate(pictures))
-        images = tuple(map(ReadImage, starts, read))
-        return TrainedText(tokens.repeat(sizes), trained.repeat(sizes), images)
+        return TrainedText(tokens, trained)
 
 
 def reader_of(config: Config, section: str = "sft") -> "AnswerReader":
@@ -152,10 +146,16 @@ class AnswerReader:
         return flagged
 
     def _finished(self, draft: Draft, chat: Chat, pictures: Sequence[Picture], row: int) -> TrainedText:
-        shown = pictures[: sum(map(_num_images, chat[: draft.messages]))]
-        tokens = [token for ids, _ in draft.pieces for token in ids]
-        self.prompts.check_placeholders(tokens.count(self.placeholder), len(shown))
-        return draft.finish(self.placeholder, shown, row)
+        """Repeat each placeholder, one for each picture, for every token of its picture."""
+        text, shown = draft.finish(), pictures[: sum(map(_num_images, chat[: draft.messages]))]
+        places, sizes = text.tokens == self.placeholder, np.ones(len(text.tokens), np.int64)
+        self.prompts.check_placeholders(int(places.sum()), len(shown))
+        if (places & text.trained).any():
+            raise PromptError("an answer that is trained has the placeholder of an image; leave it out")
+        sizes[places] = [picture.num_tokens for picture in shown]
+        starts = (sizes.cumsum() - sizes)[places].tolist()
+        read = (ReadPicture(picture.digest, picture.grid, row, number) for number, picture in enumerate(shown))
+        return TrainedText(text.tokens.repeat(sizes), text.trained.repeat(sizes), tuple(map(ReadImage, starts, read)))
 
     def _plain(self, chat: Chat, trained: Sequence[int]) -> Draft:
         if [*trained] != [len(chat) - 1] or any(one["role"] == "assistant" for one in chat[:-1]):

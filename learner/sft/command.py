@@ -3,6 +3,7 @@
 Goes on from the last checkpoint. Signals and exit codes are those of `python -m learner`; exit 4: one of OVER.
 """
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -46,6 +47,7 @@ from learner.train.offload_trial import check_offload
 from learner.train.optimizer import Optimizer
 from learner.train.skipped import StepsSkipped
 
+log = logging.getLogger("learner")
 PROG = "python -m learner sft"
 OVER = (ImageChanged, NoDiskSpace, StepsSkipped)
 """Errors that a restart would only repeat."""
@@ -148,6 +150,8 @@ def read_all(config: Config) -> tuple[Demonstrations, dict[str, Demonstrations]]
     finally:
         reader.close()
     train = found.pop("train")
+    if reader.prompts.form and train.images is None:
+        log.info("data.train: no row has images; model.text_alone: true saves the tower's memory and time")
     return train, {name.removeprefix("eval."): data for name, data in found.items()}
 
 
