@@ -16,10 +16,11 @@ from buffer.data.images import ImageFormat, decode
 from configs.load import ConfigError
 from configs.schema import Config
 from learner.certify.images import given_images
+from learner.model.memory import budget_in
 from learner.sft.answer_loss import AnswerSteps, HeldOut
 from learner.sft.answers import AnswerReader, TrainedText
 from learner.sft.beside import Beside
-from learner.sft.command import known
+from learner.sft.command import fitted, known
 from learner.sft.demonstrations import Demonstrations, read_demonstrations
 from learner.sft.packing import cut, microbatches
 from learner.sft.row_images import ImageChanged
@@ -186,6 +187,15 @@ def test_microbatches_count_tokens_and_patches_of_images(tmp_path: Path, mesh) -
         for chosen in cut(texts, rank, 2, 64):
             tokens, patches = sum(len(text.tokens) for text in chosen), sum(num_patches(text.images) for text in chosen)
             assert len(chosen) == 1 or (tokens <= 64 and patches <= 128)
+
+
+def test_the_memory_estimate_counts_the_images_of_the_largest_row(tmp_path: Path, mesh) -> None:
+    config = config_of(tmp_path)
+    train, held_out = read(config), read(config_of(tmp_path, rows=seeing_demonstrations(tmp_path / "seen", 1)))
+    fitting, patches = fitted(config, torch.device("cpu"), mesh, held_out, {"eval": train})
+    assert patches == train.patches > held_out.patches and fitting.sft.max_tokens == train.longest
+    with pytest.raises(ConfigError, match=f"and {patches} patches of images takes .*lower data.max_pixels"):
+        budget_in(fitting, 2**20, 1, False, 0, patches)
 
 
 ROW = {"problem": "<image>which?", "answer": "red", "images": ["0-0.png"]}

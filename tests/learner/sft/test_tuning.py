@@ -324,11 +324,11 @@ def test_one_process_has_the_folder(tmp_path: Path, fork: Fork) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("kind", ["text", "images"])
 @pytest.mark.xdist_group("ranks")
-def test_an_adapter_and_the_best_checkpoint_by_held_out_loss(tmp_path: Path, fork: Fork) -> None:
-    held_out = {"eval": str(jsonl(tmp_path / "held.jsonl", demonstrations(7)))}
+def test_an_adapter_and_the_best_checkpoint_by_held_out_loss(tmp_path: Path, fork: Fork, kind: str) -> None:
     learner = {"lr": 0.05, "keep_best": 1, "keep_checkpoints": 1, "checkpoint_every": 1}
-    data = {"train": str(jsonl(tmp_path / "train.jsonl", demonstrations()))} | held_out
+    data = data_of(tmp_path, kind)
     model = {"lora": {"rank": 4}}
     words = sft_run(tmp_path, data=data, learner=learner, model=model, eval={"every": 1}, run={"versions": 5})
     done(fork(words))
