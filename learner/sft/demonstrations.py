@@ -108,6 +108,8 @@ def read_demonstrations(config: Config, key: str, source: Source, reader: Answer
     images = DemonstratedImages.of(config, f"{key} {source_name(source)}", rows)
     limit = config.data.eval[_name(key)].limit if _name(key) in config.data.eval else None
     number = min(rows.starts[-1], limit or rows.starts[-1])
+    if images:
+        log.info("%s: decoding the images of %d rows, each rank those of its share", key, number)
     mine = range(dist.get_rank(), number, dist.get_world_size())
     own, wrong = _converted(config, rows, images, mine, reader)
     _require(wrong)
@@ -158,11 +160,10 @@ def _read(
         except PromptError as error:
             return [], str(error)
 
-    if images is None:
-        yield from map(read, numbers)
-        return
+    alone = len(numbers) if images is None else 1  # a tokenizer may change its settings at its first text
+    yield from map(read, numbers[:alone])
     with ThreadPoolExecutor(THREADS) as threads:
-        for start in range(0, len(numbers), READ_AT_ONCE):
+        for start in range(alone, len(numbers), READ_AT_ONCE):
             yield from threads.map(read, numbers[start : start + READ_AT_ONCE])
 
 
