@@ -15,6 +15,7 @@ from buffer.data.image_rows import IMAGES, ImageRows, JoinedImages
 from buffer.data.images import ImageError, ImageFormat, read_model_file
 from buffer.data.parts import JoinedRows, SourcePart, digest_of, open_source
 from configs.architecture import SEEING, reads_images, trains_text_alone
+from configs.checks import existing
 from configs.data.sources import Source, SourceError, parts_of, source_name
 from configs.schema import MOST_MESSAGE_MIB, Config, DataConfig
 
@@ -119,20 +120,7 @@ def check_images(config: Config, problems: Problems, key: str = "train") -> Imag
     sizes = problems.images.num_bytes() if problems.images else []
     if not sizes:
         return None
-    form = ImageFormat.of_run(config)
-    if form is None:
-        kind = read_model_file(config.model.path, "config.json") or {}
-        alone = config.model.text_alone
-        seen = trains_text_alone(kind, alone)
-        what = f"({kind.get('model_type')}) is trained on text alone" if seen else "is a text model"
-        problem = f"{len(sizes):,} rows have images, but model.path {config.model.path} {what}"
-        remedy = (
-            "remove model.text_alone"
-            if reads_images(kind)
-            else f"name a model whose images are trained ({' or '.join(SEEING)})"
-        )
-        remedy += ", or leave these rows out"
-        raise ProblemsError(f"data.{key} {source_name(config.data.sources()[key])}: {problem}; {remedy}")
+    form = require_seeing(config, f"data.{key} {source_name(config.data.sources()[key])}", len(sizes))
     limit, rows = config.buffer.max_message_mib, ceil(config.batch.groups / config.learner.ranks)
     needed = ceil(sum(sizes[:rows]) / 2**20)
     if key == "train" and needed > limit:
@@ -142,6 +130,29 @@ def check_images(config: Config, problems: Problems, key: str = "train") -> Imag
             remedy = "store smaller images, or add learner.ranks"
         raise ProblemsError(f"buffer.max_message_mib: {limit} is less than {what}, can take, {needed:,} MiB; {remedy}")
     return form
+
+
+def require_seeing(config: Config, where: str, rows: int) -> ImageFormat:
+    """How the model sees the images of so many rows. Raises ProblemsError if it is not trained with images."""
+    if form := ImageFormat.of_run(config):
+        return form
+    kind, alone = read_model_file(config.model.path, "config.json") or {}, config.model.text_alone
+    what = (
+        f"({kind.get('model_type')}) is trained on text alone" if trains_text_alone(kind, alone) else "is a text model"
+    )
+    problem = f"{rows:,} rows have images, but model.path {config.model.path} {what}"
+    seeing = f"name a model whose images are trained ({' or '.join(SEEING)})"
+    remedy = "remove model.text_alone" if reads_images(kind) else seeing
+    raise ProblemsError(f"{where}: {problem}; {remedy}, or leave these rows out")
+
+
+def demonstrated_images(
+    config: Config, where: str, rows: JoinedRows
+) -> tuple[ImageRows | JoinedImages, ImageFormat] | None:
+    """The images of demonstrations, and how the model sees them; None if no row has some. Raises ConfigError."""
+    images = _images(rows, config.data, existing(config.run.path))
+    number = len(images.num_bytes()) if images else 0
+    return (images, require_seeing(config, where, number)) if images and number else None
 
 
 def _images(rows: JoinedRows, data: DataConfig, room: Path | None) -> ImageRows | JoinedImages | None:

@@ -46,7 +46,7 @@ FILES = (
 """Keys that name something on this machine. Each process checks those that it needs."""
 SFT_FILES = (
     WEIGHTS,
-    *("model.path", "data.train", "data.eval", "data.chat_template", "data.format_prompt"),
+    *("model.path", "data.train", "data.eval", "data.chat_template", "data.format_prompt", "data.image_dir"),
     *("run.folder", "log.trackers"),
 )
 
@@ -181,7 +181,7 @@ def check_sft(config: Config, *, rows: int | None = None, files: Collection[str]
     found = [
         *sft.rules(config, rows), *context_parallel.contradictions(config), *matmul.contradictions(config),
         *offloading.contradictions(config), *_architecture(config),
-        *_devices(config), *_nodes(config), *_lora(config),
+        *_images(config), *_devices(config), *_nodes(config), *_lora(config),
         *_files(config, files), *_trackers(config, files), *_chat(config), *_variables(config),
     ]  # fmt: skip
     if found:

@@ -15,16 +15,11 @@ LOCK = "sft.lock"
 WITHOUT = ("reward", "teacher", "sampling", "batch", "algorithm", "rollout", "weights", "buffer", "cluster")
 READ_HERE = ("rollout.chat.template_kwargs", "rollout.chat.thinking")
 UNREAD = (
-    *(
-        "data.demonstrations",
-        "data.max_prompt_tokens",
-        "data.image_dir",
-        "data.min_pixels",
-        "data.max_pixels",
-        "data.max_images",
-    ),
+    *("data.demonstrations", "data.max_prompt_tokens"),
     *("learner.share_prompts", "eval.share", "eval.keep_samples", "log.servers_every_s"),
 )
+IMAGE_KEYS = ("image_dir", "min_pixels", "max_pixels", "max_images")
+"""Of the section `data`."""
 UNREAD_OF_SETS = ("samples", "k", "temperature", "max_tokens")
 LONGEST = 32768
 """For a model whose positions are not known."""
@@ -39,7 +34,6 @@ def rules(config: Config, rows: int | None = None) -> Iterator[str]:
     if batch < ranks:
         yield f"learner.ranks: {ranks} is more than sft.rows {batch}, a rank would get nothing; raise sft.rows"
     yield from _unread(config)
-    yield from _model(config)
     yield from _lengths(config)
     yield from _sources(config)
     if config.eval.every is not None and not config.data.eval:
@@ -52,13 +46,9 @@ def rules(config: Config, rows: int | None = None) -> Iterator[str]:
 
 def beside(config: Config) -> Iterator[str]:
     """Yield what is wrong with `data.demonstrations` in a run of reinforcement learning."""
-    given, facts, path = config.data.demonstrations, facts_of(config.model), config.model.path
+    given, key = config.data.demonstrations, "data.demonstrations"
     if given is None:
         return
-    key = "data.demonstrations"
-    if facts.image_token is not None or facts.tower:
-        problem = f"{key}: {path} reads images, and demonstrations train text alone"
-        yield f"{problem}; remove the key, or set model.text_alone: true"
     if config.rollout.routing_replay:
         problem = "demonstrations have no routes, and rollout.routing_replay trains with those that servers took"
         yield f"{key}: {problem}; remove one of the keys"
@@ -86,6 +76,10 @@ def _unread(config: Config) -> Iterator[str]:
         section, name = key.split(".")
         if name in given.get(section, {}):
             yield f"{key}: has no effect in supervised fine-tuning; remove the key"
+    facts = facts_of(config.model)
+    for name in IMAGE_KEYS if facts.kind and facts.image_token is None else ():
+        if name in given["data"]:
+            yield f"data.{name}: has no effect, because {config.model.path} sees no images; remove the key"
     for name, held_out in config.data.eval.items():
         for key in UNREAD_OF_SETS:
             if key in held_out.model_dump(exclude_defaults=True):
@@ -98,17 +92,6 @@ def _leaves(tree: Any, above: str) -> Iterator[str]:
             yield from _leaves(value, f"{above}.{name}")
     elif tree != {}:
         yield above
-
-
-def _model(config: Config) -> Iterator[str]:
-    facts, path = facts_of(config.model), config.model.path
-    if facts.image_token is not None or facts.tower:
-        problem = f"model.path: {path} reads images, and supervised fine-tuning trains text alone"
-        yield f"{problem}; set model.text_alone: true, or name another"
-    elif config.model.text_alone and facts.kind and not facts.text_alone:
-        yield f"model.text_alone: true: {path} is no vision-language model; remove the key"
-    elif config.model.freeze:
-        yield f"model.freeze: [{', '.join(config.model.freeze)}]: a text model has no such parts; remove the key"
 
 
 def _lengths(config: Config) -> Iterator[str]:

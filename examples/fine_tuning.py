@@ -71,17 +71,18 @@ def _refuse(problem: str) -> NoReturn:
     sys.exit(2)
 
 
-def tune(out: Path, folder: Path, rows: Iterator[Row], sections: Sections) -> float:
+def tune(out: Path, folder: Path, rows: Iterator[Row] | None, sections: Sections) -> float:
     """Train on as many rows as the run needs, each once, and write the model to `out`; returns the last loss.
 
     `folder`, which is `begun`, gets demonstrations, run file and run. `sections` name the model, `run.versions` and
-    `sft.rows`. If the training fails, this process ends with its exit code.
+    `sft.rows`, and `data.train` if `rows` is None. If the training fails, this process ends with its exit code.
     """
     demonstrations, file = folder / "demonstrations.jsonl", folder / RUN_FILE
     versions = sections["run"]["versions"]
-    write_down(demonstrations, islice(rows, versions * sections["sft"]["rows"]))
     own = {"run": {**sections["run"], "name": "run", "folder": str(folder)}}
-    own |= {"data": {**sections.get("data", {}), "train": str(demonstrations), "shuffle": False, "epochs": 1}}
+    if rows is not None:
+        write_down(demonstrations, islice(rows, versions * sections["sft"]["rows"]))
+        own |= {"data": {**sections.get("data", {}), "train": str(demonstrations), "shuffle": False, "epochs": 1}}
     file.write_text(yaml.safe_dump(sections | own, sort_keys=False), encoding="utf-8")
     _run("learner", "sft", str(file))
     checkpoints, records = folder / "run" / "checkpoints", folder / "run" / "metrics.jsonl"

@@ -1,4 +1,4 @@
-"""A language model made on the spot: a character tokenizer and a Qwen2 with 212 thousand parameters, taught answers.
+"""A model made on the spot and taught answers, such as a character tokenizer and a Qwen2 with 212 thousand parameters.
 
 Used by the `make_model.py` of examples, which say what answers: reinforcement learning is to begin with a model that
 has the form of an answer and errs on purpose. Writes random weights, and trains them with `python -m learner sft`.
@@ -9,7 +9,7 @@ the run stay in `warm_start/`.
 import json
 import string
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,21 +96,40 @@ def run_file(model: Path, seed: int, steps: int, plain: bool = False) -> Section
     }
 
 
+def random_model(out: Path) -> Path:
+    """The folder of the model that is taught."""
+    return out / "warm_start" / "random"
+
+
 def make_model(
     out: Path, asked: dict[str, Any], tokenizer: PreTrainedTokenizerFast, rows: Iterator[Row], plain: bool = False
 ) -> str:
+    """`teach` the network of `make_network`. `asked` has `seed` and `steps`. `plain`: the chat template adds nothing to
+    a prompt; rows are read several times as fast without it."""
+    seed, steps = asked["seed"], asked["steps"]
+    sections = run_file(random_model(out), seed, steps, plain)
+    return teach(out, asked, lambda folder: write_random(folder, tokenizer, seed), sections, rows)
+
+
+def teach(
+    out: Path,
+    asked: dict[str, Any],
+    write: Callable[[Path], int],
+    sections: Sections,
+    rows: Iterator[Row] | None = None,
+) -> str:
     """Write a Hugging Face folder unless one made with the same arguments exists; returns one line for people. `asked`:
-    the arguments, of which `seed` and `steps` are used here. `rows`: endless demonstrations. `plain`: the chat template
-    adds nothing to a prompt; rows are read several times as fast without it."""
-    made, folder, steps = out / "warm_start.json", out / "warm_start", asked["steps"]
+    the arguments. `write` writes random weights and returns the number of parameters. `rows`: endless demonstrations;
+    None: `sections`, the run file, name them."""
+    made, folder, steps = out / "warm_start.json", out / "warm_start", sections["run"]["versions"]
     asked = asked | {"taught by": TAUGHT_BY}
     if is_kept(made, asked, out / "model.safetensors"):
         return f"{out}: model kept, made before with the same arguments"
     began = time.monotonic()
     with begun(folder):
         made.unlink(missing_ok=True)
-        count = write_random(folder / "random", tokenizer, asked["seed"])
-        loss = tune(out, folder, rows, run_file(folder / "random", asked["seed"], steps, plain))
+        count = write(random_model(out))
+        loss = tune(out, folder, rows, sections)
         made.write_text(json.dumps(asked) + "\n")
     seconds = time.monotonic() - began
     return f"{out}: {count:,} parameters, loss {loss:.3f} after {steps} steps, {seconds:.0f} s"

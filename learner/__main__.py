@@ -19,14 +19,12 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
-from importlib.util import find_spec
 from typing import Any
 
 from learner import first as first
 
 # isort: split
 import torch
-import transformers
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoTokenizer
 
@@ -76,8 +74,9 @@ from learner.rehearsal import own_part
 from learner.saved import base_digest, merge
 from learner.sft import command
 from learner.sft.beside import Beside, read_beside
+from learner.sft.row_images import ImageChanged
 from learner.sound import SoundSteps, bounds_of
-from learner.starting import choose_device, configure_process, decide_gather, decide_speed
+from learner.starting import choose_device, configure_process, decide_gather, decide_speed, image_format
 from learner.train import collectives
 from learner.train.offload_trial import check_offload
 from learner.train.optimizer import Optimizer
@@ -94,7 +93,7 @@ from learner.weights.sender.row_rank import RowRank
 gc.enable()
 log = logging.getLogger("learner")
 PROG = "python -m learner"
-OVER = (NoDiskSpace, OwnFailure, PictureMismatch, RouteMismatch, StepsSkipped)
+OVER = (ImageChanged, NoDiskSpace, OwnFailure, PictureMismatch, RouteMismatch, StepsSkipped)
 """Errors that a restart would only repeat."""
 FILES = ("model.path", WEIGHTS, "data.demonstrations", "algorithm.loss", "algorithm.advantage")
 OTHERS = {"merge": merge.main, "digest": base_digest.main, "sft": command.main}
@@ -131,15 +130,6 @@ def main(argv: Sequence[str]) -> int:
     if os.environ.get("RANK", "0") == "0":
         print_visible(f"{PROG}: {finished.why}", sys.stderr)
     return ENDINGS[finished.outcome]
-
-
-def image_format(config: Config) -> ImageFormat | None:
-    """How the model sees images; None for a text model. Raises ConfigError if it cannot be trained with them."""
-    form, path = ImageFormat.of_run(config), config.model.path
-    if form is not None and find_spec("transformers.vision_utils") is None:
-        problem = f"{path} is a vision-language model, which needs transformers 5.16 or later"
-        raise ConfigError([f"model.path: {problem}, and {transformers.__version__} is installed; upgrade it"])
-    return form
 
 
 def train(

@@ -2,11 +2,14 @@
 
 import logging
 import os
+from importlib.util import find_spec
 
 import torch
+import transformers
 from torch.distributed.device_mesh import DeviceMesh
 from transformers.utils import logging as transformers_logging
 
+from buffer.data.images import ImageFormat
 from configs.critic import keeps_critic
 from configs.load import ConfigError
 from configs.publishing import copies_over
@@ -34,6 +37,15 @@ def choose_device(config: Config) -> torch.device:
     check_experts(known, model.path, config.rollout.routing_replay)
     float8.check_device(learner, device)
     return device
+
+
+def image_format(config: Config) -> ImageFormat | None:
+    """How the model sees images; None for a text model. Raises ConfigError if it cannot be trained with them."""
+    form, path = ImageFormat.of_run(config), config.model.path
+    if form is not None and find_spec("transformers.vision_utils") is None:
+        problem = f"{path} is a vision-language model, which needs transformers 5.16 or later"
+        raise ConfigError([f"model.path: {problem}, and {transformers.__version__} is installed; upgrade it"])
+    return form
 
 
 def configure_process(config: Config, device: torch.device) -> torch.device:

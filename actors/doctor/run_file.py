@@ -38,7 +38,7 @@ from configs.model_facts import SPARE_BYTES, model_facts
 from configs.origins import credentials
 from configs.plain_text import print_visible, visible_line
 from configs.publishing import unpublishable
-from configs.schema import NO_REWARD, BufferConfig, Config, DataConfig, RewardConfig, TeacherConfig, WeightsConfig
+from configs.schema import NO_REWARD, BufferConfig, Config, RewardConfig, TeacherConfig, WeightsConfig
 from rollout.engine.arguments import cliffs, unknown_fields, unknown_parsers, unserved_shapes
 from rollout.engine.arguments import problems as engine_problems
 from rollout.engine.teacher_server import unknown_arguments
@@ -148,20 +148,24 @@ def _judge_data(config: Config, judgement: Judgement) -> tuple[Rows, list[str]]:
             judgement.facts += shares(source, problems.shares)
         elif judgement.rows:
             judgement.warnings += [f"data.{key}: {line}" for line in shared_entries(config.data.train, source)]
-    return rows, further + list(demonstration_faults(config.data))
+    return rows, further + list(demonstration_faults(config))
 
 
-def demonstration_faults(data: DataConfig) -> Iterator[str]:
+def demonstration_faults(config: Config) -> Iterator[str]:
     """A line for a row of `data.demonstrations` that the learner would refuse unread."""
+    data, key = config.data, "data.demonstrations"
     if data.demonstrations is None or list(problems_with(data.demonstrations.path)):  # `check` says so
         return
-    from buffer.data.parts import open_source  # imports pyarrow
+    from buffer.data.parts import JoinedRows, open_source  # imports pyarrow
+    from buffer.problems import demonstrated_images
 
+    given = data.demonstrations.path
     try:
-        for part in parts_of(data.demonstrations.path):
-            open_source(part, data, "data.demonstrations", False, None, demonstrations=True)
+        opened = (open_source(part, data, key, False, None, demonstrations=True) for part in parts_of(given))
+        rows = JoinedRows([part for found in opened for part in found])
+        demonstrated_images(config, f"{key} {source_name(given)}", rows)
     except (ConfigError, SourceError) as error:
-        yield from error.problems if isinstance(error, ConfigError) else [f"data.demonstrations: {error}"]
+        yield from error.problems if isinstance(error, ConfigError) else [f"{key}: {error}"]
 
 
 def plain_credentials(config: Config) -> Iterator[str]:

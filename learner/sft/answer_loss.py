@@ -14,6 +14,7 @@ from learner.sft.demonstrations import Demonstrations
 from learner.sft.packing import microbatches, num_trained
 from learner.train import collectives
 from learner.train.optimizer import Optimizer
+from learner.train.pictures import tower_work
 from learner.train.skipped import SkippedSteps
 
 MEASURED_AT_ONCE = 1024
@@ -27,16 +28,17 @@ class AnswerSteps:
         self.skipped = SkippedSteps()
 
     def step(self, policy: Policy, version: int) -> dict[str, float]:
-        """Train on batch `version`. Raises StepsSkipped."""
+        """Train on batch `version`. Raises StepsSkipped, ImageChanged."""
         self.skipped.check()
         began = time.perf_counter()
         position = version * self.rows
         texts = self.data.drawn(position, self.rows)
-        tokens, trained, world = [len(text.tokens) for text in texts], num_trained(texts), dist.get_world_size()
-        packed = microbatches(texts, dist.get_rank(), world, self.budget, policy.costs.quadratic)
+        tokens, trained = [len(text.tokens) for text in texts], num_trained(texts)
+        packed = list(microbatches(policy, texts, self.data.images, self.budget))
         placed = [policy.place(microbatch) for microbatch in packed]
         backward_began = time.perf_counter()
         total, tally = self._backward(policy, placed, trained)
+        seen = _summed(tower_work(packed, policy.costs.tower))
         update_began = time.perf_counter()
         metrics = {"loss": float(total) / trained} | self.optimizer.update(version)
         self.skipped.note_supervised(version + 1, metrics)
@@ -50,11 +52,11 @@ class AnswerSteps:
             "tokens_computed": float(sum(tokens)),
             "tokens_microbatch_max": float(max(len(each.tokens) for each in packed)),
             "microbatches": float(len(packed)),
-            "flops": policy.costs.total(sum(tokens), trained, squares),
+            "flops": policy.costs.total(sum(tokens), trained, squares) + seen.pop("tower", 0.0),
             "time/pack_s": backward_began - began,
             "time/backward_s": update_began - backward_began,
             "time/update_s": time.perf_counter() - update_began,
-        }  # fmt: skip
+        } | seen  # fmt: skip
 
     def _backward(self, policy: Policy, placed: list, trained: int) -> tuple[Tensor, Tensor | None]:
         """The sum of -log p over all ranks, [] float64, and the tally of this rank's routers."""
@@ -72,6 +74,14 @@ class AnswerSteps:
                 if policy.mixture is not None:
                     tally = policy.mixture.tally.double() + (0 if tally is None else tally)
         return collectives.all_reduce_sum(total.cpu()), tally
+
+
+def _summed(figures: dict[str, float]) -> dict[str, float]:
+    """The sums over all ranks. A collective."""
+    if not figures:
+        return {}
+    totals = collectives.all_reduce_sum(torch.tensor([*figures.values()], dtype=torch.float64))
+    return dict(zip(figures, totals.tolist(), strict=True))
 
 
 def _loads(policy: Policy, tally: Tensor | None) -> dict[str, float]:
@@ -97,11 +107,10 @@ class HeldOut:
     def _figures(self, policy: Policy, data: Demonstrations) -> dict[str, float]:
         texts = [text for row in data.rows for text in row]
         total = torch.zeros((), dtype=torch.float64, device=policy.device)
-        rank, world = dist.get_rank(), dist.get_world_size()
         with policy.gathering.held():
             for start in range(0, len(texts), MEASURED_AT_ONCE):
                 some = texts[start : start + MEASURED_AT_ONCE]
-                for microbatch in microbatches(some, rank, world, self.budget, policy.costs.quadratic):
+                for microbatch in microbatches(policy, some, data.images, self.budget):
                     total -= policy.score(policy.place(microbatch)).double().sum()
         trained = num_trained(texts)
         loss = float(collectives.all_reduce_sum(total.cpu())) / trained

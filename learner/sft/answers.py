@@ -1,5 +1,5 @@
 """Turns a row into tokens, and marks those that a server would have sampled: an answer, encoded apart, and the token at
-which it would stop."""
+which it would stop. Placeholders of images are never among these."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,9 +7,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from buffer.data.image_rows import IMAGES
+from buffer.data.images import ImageFormat, Picture
 from configs.load import ConfigError
 from configs.schema import Config
-from rollout.episodes.prompts import Prompts, load_tokenizer
+from learner.sft.row_images import ReadImage, ReadPicture
+from rollout.episodes.prompts import Prompts, flattened, load_tokenizer
 from rollout.episodes.row_messages import left_out, whole
 from rollout.errors import PromptError
 
@@ -18,10 +21,11 @@ if TYPE_CHECKING:
 
 Chat = list[dict[str, Any]]
 FLAG = "train"
+NO_TOKEN = -1
 FOREIGN = {"weight": "write it as train: true or train: false", "training": "write it as train"}
 """Other tools' keys for `train`, and the remedy."""
 UNREAD = {
-    "videos": "only text is trained",
+    "videos": "only text and still images are trained",
     "tools": "write them into the system message, as the chat template would",
 }
 
@@ -33,6 +37,8 @@ class TrainedText(NamedTuple):
     """int32 [tokens]"""
     trained: np.ndarray
     """bool [tokens]; never true for the first token."""
+    images: Sequence[ReadImage] = ()
+    """In order of `start`."""
 
 
 @dataclass
@@ -41,6 +47,8 @@ class Draft:
 
     text: str = ""
     pieces: list[tuple[list[int], bool]] = field(default_factory=list)
+    messages: int = 0
+    """Messages of the chat that it has."""
     closed: bool = False
     """The last answer ends with a token that the template did not write: nothing can follow."""
 
@@ -57,38 +65,48 @@ def reader_of(config: Config, section: str = "sft") -> "AnswerReader":
         tokenizer = load_tokenizer(config)
     except ValueError as error:
         raise ConfigError([str(error)]) from None
-    return AnswerReader(tokenizer, config, section)
+    return AnswerReader(tokenizer, config, section, ImageFormat.of_run(config))
 
 
 class AnswerReader:
-    """Renders rows by the run's templates. Raises ConfigError for an unusable template or tokenizer."""
+    """Renders rows by the run's templates. `form`: None for a text model. Raises ConfigError for a template or
+    tokenizer that cannot be used."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", config: Config, section: str = "sft") -> None:
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        config: Config,
+        section: str = "sft",
+        form: ImageFormat | None = None,
+    ) -> None:
         self.tokenizer, self.turns, self.formats = tokenizer, config.sft.turns, config.data.format_prompt is not None
         self.section = section
         if tokenizer.eos_token_id is None:
             problem = f"the tokenizer in {config.model.path} has no token that ends a text"
             raise ConfigError([f"model.path: {problem}; set eos_token in its tokenizer_config.json"])
         self.end = int(tokenizer.eos_token_id)
-        self.prompts = Prompts(tokenizer, config)
+        self.placeholder = form.image_token if form else NO_TOKEN
+        self.prompts = Prompts(tokenizer, config, form)
         special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.ends = {*self.prompts.ends, *special}
 
     def close(self) -> None:
         self.prompts.close()
 
-    def texts(self, row: Mapping[str, Any]) -> list[TrainedText]:
-        """One text, or more if the template rewrites earlier turns. Raises PromptError."""
+    def texts(self, row: dict[str, Any], index: int = 0) -> list[TrainedText]:
+        """One text, or more if the template rewrites earlier turns. `index`: of the row in its source. Raises
+        PromptError."""
         for name, remedy in UNREAD.items():
             if row.get(name):
                 raise PromptError(f"the row has {name}, which supervised fine-tuning does not read; {remedy}")
-        chat, trained = self._chat(row["messages"]) if "messages" in row else self._pair(row)
+        row, pictures = self.prompts.with_pictures(row) if row.get(IMAGES) else (row, [])
+        chat, trained = self._chat(row) if "messages" in row else self._pair(row)
         if not trained:
             raise PromptError(f"no message is trained with {self.section}.turns: {self.turns}; correct it or the row")
         for number in trained:
-            if not (chat[number]["content"].strip() or chat[number].get("tool_calls")):
-                raise PromptError(f"message {number} is an answer without text, so there is nothing to train in it")
-        texts = [self._plain(chat, trained)] if self.prompts.plain else self._rendered(chat, trained)
+            _require_text(number, chat[number])
+        drafts = [self._plain(chat, trained)] if self.prompts.plain else self._rendered(chat, trained)
+        texts = [self._finished(draft, chat, pictures, index) for draft in drafts]
         if not all(text.trained.any() for text in texts):
             raise PromptError("no token of it is trained: the tokenizer makes no tokens of what is before its answer")
         return texts
@@ -102,14 +120,15 @@ class AnswerReader:
             raise PromptError("its prompt ends with a message of the assistant; make that the beginning of the answer")
         return [*chat, {"role": "assistant", "content": whole("the answer of the row", answer)}], [len(chat)]
 
-    def _chat(self, given: Any) -> tuple[Chat, list[int]]:
+    def _chat(self, row: Mapping[str, Any]) -> tuple[Chat, list[int]]:
+        given = row["messages"]
         if not isinstance(given, list) or not given:
             raise PromptError(f"the messages of the row are {given!r:.40}; a list of messages is needed")
         if self.formats:
             raise PromptError("the row has messages, and data.format_prompt is for rows of prompt and answer")
         flags: list[bool | None] = [_flag(number, message) for number, message in enumerate(given)]
         bare = [{k: v for k, v in one.items() if k != FLAG} if isinstance(one, Mapping) else one for one in given]
-        chat = self.prompts.messages({"prompt": bare})
+        chat = self.prompts.messages({"prompt": bare, IMAGES: row.get(IMAGES)})
         added: list[bool | None] = [None] * (len(chat) - len(flags))  # a system prompt of the run file
         return chat, self._chosen(chat, [*added, *flags])
 
@@ -126,13 +145,26 @@ class AnswerReader:
             raise PromptError(f"message {foreign[0]} has train: true and the role {role}; only answers are trained")
         return flagged
 
-    def _plain(self, chat: Chat, trained: Sequence[int]) -> TrainedText:
+    def _finished(self, draft: Draft, chat: Chat, pictures: Sequence[Picture], row: int) -> TrainedText:
+        """Repeat each placeholder, one for each picture, for every token of its picture."""
+        text, shown = draft.finish(), pictures[: sum(map(_num_images, chat[: draft.messages]))]
+        places, sizes = text.tokens == self.placeholder, np.ones(len(text.tokens), np.int64)
+        self.prompts.check_placeholders(int(places.sum()), len(shown))
+        if (places & text.trained).any():
+            raise PromptError("an answer that is trained has the placeholder of an image; leave it out")
+        sizes[places] = [picture.num_tokens for picture in shown]
+        starts = (sizes.cumsum() - sizes)[places].tolist()
+        read = (ReadPicture(picture.digest, picture.grid, row, number) for number, picture in enumerate(shown))
+        return TrainedText(text.tokens.repeat(sizes), text.trained.repeat(sizes), tuple(map(ReadImage, starts, read)))
+
+    def _plain(self, chat: Chat, trained: Sequence[int]) -> Draft:
         if [*trained] != [len(chat) - 1] or any(one["role"] == "assistant" for one in chat[:-1]):
             raise PromptError("data.chat_template: none knows no turns, so a row has one answer, its last message")
-        answer = self.tokenizer.encode(chat[-1]["content"], add_special_tokens=False)
-        return Draft("", [(self.prompts.plain_tokens(chat[:-1]), False), ([*answer, self.end], True)]).finish()
+        answer = self._encoded(chat[-1]["content"])
+        pieces = [(self.prompts.plain_tokens(chat[:-1]), False), ([*answer, self.end], True)]
+        return Draft("", pieces, len(chat))
 
-    def _rendered(self, chat: Chat, trained: Sequence[int]) -> list[TrainedText]:
+    def _rendered(self, chat: Chat, trained: Sequence[int]) -> list[Draft]:
         drafts: list[Draft] = []
         for number in trained:
             if number == 0:
@@ -145,11 +177,11 @@ class AnswerReader:
             if not drafts or drafts[-1].closed or not before.startswith(drafts[-1].text):
                 drafts.append(Draft())
             self._add(drafts[-1], before, after, chat[number], number)
-            if problem := left_out(chat[: number + 1], after):
+            if problem := left_out(flattened(chat[: number + 1]), after):
                 raise PromptError(problem)
         for draft in drafts:
             self._require_joined(draft)
-        return [draft.finish() for draft in drafts]
+        return drafts
 
     def _add(self, draft: Draft, before: str, after: str, message: Mapping[str, Any], number: int) -> None:
         answer = after[len(before) :]
@@ -161,6 +193,7 @@ class AnswerReader:
         while end and tokens[end - 1] not in self.ends and not str(self.tokenizer.decode(tokens[end - 1])).strip():
             end -= 1
         draft.pieces.append((given, False))
+        draft.messages = number + 1
         if end and tokens[end - 1] in self.ends:
             draft.pieces += [(tokens[:end], True), (tokens[end:], False)]  # no server samples what is behind its end
             draft.text = after
@@ -170,7 +203,7 @@ class AnswerReader:
             draft.text, draft.closed = before + ending, True
 
     def _encoded(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
+        return list(self.tokenizer.encode(self.prompts.marked(text), add_special_tokens=False))
 
     def _require_joined(self, draft: Draft) -> None:
         """Raise PromptError for a tokenizer that writes pieces of a text in another way."""
@@ -180,6 +213,20 @@ class AnswerReader:
         if "".join(pieces) != "".join(together):
             problem = "the tokenizer changes a text, as by a space before it, where an answer is encoded apart"
             raise PromptError(f"{problem} from its prompt; take a model with a byte-level tokenizer")
+
+
+def _require_text(number: int, answer: Mapping[str, Any]) -> None:
+    content = answer["content"]
+    if not isinstance(content, str):
+        problem = f"message {number} is an answer with an image, and only text is trained"
+        raise PromptError(f"{problem}; leave the image out, or do not train the message")
+    if not (content.strip() or answer.get("tool_calls")):
+        raise PromptError(f"message {number} is an answer without text, so there is nothing to train in it")
+
+
+def _num_images(message: Mapping[str, Any]) -> int:
+    content = message["content"]
+    return 0 if isinstance(content, str) else sum(part["type"] == "image" for part in content)
 
 
 def _flag(number: int, message: Any) -> bool | None:

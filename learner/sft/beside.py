@@ -28,9 +28,11 @@ class Beside:
         self.digest = data.digest
 
     def draw(self, policy: Policy, version: int) -> "Drawn":
+        """A collective. Raises ImageChanged."""
         position = version * self.rows
         texts = self.data.drawn(position, self.rows)
-        return Drawn(policy, texts, self.weight, self.budget, self.rows, (position + self.rows) / len(self.data))
+        packed = list(microbatches(policy, texts, self.data.images, self.budget))
+        return Drawn(policy, texts, packed, self.weight, self.rows, (position + self.rows) / len(self.data))
 
     def position(self, version: int) -> DataPosition:
         return DataPosition(data=self.digest, rows=version * self.rows, beside=True)
@@ -40,11 +42,16 @@ class Drawn:
     """The demonstrations of one batch."""
 
     def __init__(
-        self, policy: Policy, texts: Sequence[TrainedText], weight: float, budget: int, rows: int, epoch: float
+        self,
+        policy: Policy,
+        texts: Sequence[TrainedText],
+        packed: Sequence[Microbatch],
+        weight: float,
+        rows: int,
+        epoch: float,
     ) -> None:
         self._lengths, self._trained = [len(text.tokens) for text in texts], num_trained(texts)
         self._weight, self._rows, self._epoch = weight, rows, epoch
-        packed = microbatches(texts, dist.get_rank(), dist.get_world_size(), budget, policy.costs.quadratic)
         self.microbatches = [policy.place(microbatch) for microbatch in packed]
         self.total = torch.zeros((), dtype=torch.float64, device=policy.device)
         """This rank's -log p so far: [] float64."""

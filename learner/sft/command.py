@@ -1,9 +1,9 @@
 """`python -m learner sft CONFIG`: supervised fine-tuning on the demonstrations of `data.train`, to `run.versions`.
 
-Goes on from the last checkpoint. Signals and exit codes are those of `python -m learner`; exit 4: the last checkpoint
-could not be written, or steps no longer change anything.
+Goes on from the last checkpoint. Signals and exit codes are those of `python -m learner`; exit 4: one of OVER.
 """
 
+import logging
 import os
 import sys
 from collections.abc import Sequence
@@ -33,7 +33,6 @@ from learner.checkpoint import Checkpoints, NoDiskSpace
 from learner.drain import Stopping
 from learner.mesh import process_group, shards
 from learner.model import flops, loading
-from learner.model.idle_parts import sees
 from learner.model.memory import OutOfMemory, explain_out_of_memory, gpu_memory, memory_budget
 from learner.model.policy import Policy
 from learner.record.metrics import Metrics
@@ -43,12 +42,16 @@ from learner.sft import tuning
 from learner.sft.answer_loss import AnswerSteps, HeldOut
 from learner.sft.answers import reader_of
 from learner.sft.demonstrations import Demonstrations, read_demonstrations
-from learner.starting import choose_device, configure_process, decide_gather, decide_speed
+from learner.sft.row_images import ImageChanged
+from learner.starting import choose_device, configure_process, decide_gather, decide_speed, image_format
 from learner.train.offload_trial import check_offload
 from learner.train.optimizer import Optimizer
 from learner.train.skipped import StepsSkipped
 
+log = logging.getLogger("learner")
 PROG = "python -m learner sft"
+OVER = (ImageChanged, NoDiskSpace, StepsSkipped)
+"""Errors that a restart would only repeat."""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -69,19 +72,18 @@ def main(argv: Sequence[str]) -> int:
         if os.environ.get("RANK", "0") == "0":
             take_folder(config.run.path)
         tune(config, fitting, configure_process(config, device))
-    except (ConfigError, OutOfMemory, process.NoCertificate, NoDiskSpace, StepsSkipped) as error:
+    except (ConfigError, OutOfMemory, process.NoCertificate, *OVER) as error:
         print_visible(f"{PROG}: {error}", sys.stderr)
-        over = isinstance(error, NoDiskSpace | StepsSkipped)
+        over = isinstance(error, OVER)
         return FAILED if isinstance(error, OutOfMemory | process.NoCertificate) else GIVEN_UP if over else BAD_INPUT
     return DONE
 
 
 def known(config: Config) -> Config:
-    """Bound `sft.max_tokens` by the model's positions. Raises ConfigError for a model that reads images."""
+    """Bound `sft.max_tokens` by the model's positions. Raises ConfigError for a model that cannot be trained with
+    images, though it reads some."""
+    image_format(config)
     model = loading.read_config(config.model)
-    if sees(model):
-        problem = "reads images, and supervised fine-tuning trains text alone"
-        raise ConfigError([f"model.path: {config.model.path} {problem}; set model.text_alone: true, or name another"])
     positions = usable_positions(model.get_text_config().to_dict())
     if positions is None or config.sft.max_tokens != "auto" or longest(config) <= positions:
         return config
@@ -113,8 +115,8 @@ def tune(given: Config, config: Config, device: torch.device) -> None:
         parts.enter_context(watchdog.Watchdog(config.learner.timeout_s, path / "logs"))
         data, held_out = read_all(config)
         check_offload(config.learner, mesh, device)
-        config = fitted(config, device, mesh, data, held_out)
-        expected, budget = memory_budget(config, device, shards(mesh), False, False)
+        config, patches = fitted(config, device, mesh, data, held_out)
+        expected, budget = memory_budget(config, device, shards(mesh), False, False, patches)
         parts.enter_context(explain_out_of_memory(expected, budget))
         if rank == 0:
             write(given, path / "config.yaml")
@@ -150,14 +152,17 @@ def read_all(config: Config) -> tuple[Demonstrations, dict[str, Demonstrations]]
     finally:
         reader.close()
     train = found.pop("train")
+    if reader.prompts.form and train.images is None:
+        log.info("data.train: no row has images; model.text_alone: true saves the tower's memory and time")
     return train, {name.removeprefix("eval."): data for name, data in found.items()}
 
 
 def fitted(
     config: Config, device: torch.device, mesh: DeviceMesh, data: Demonstrations, held_out: dict[str, Demonstrations]
-) -> Config:
-    """Decide `auto` for the longest text. Raises ConfigError. A collective."""
+) -> tuple[Config, int]:
+    """Decide `auto` for the longest text, and for the most patches of one. Raises ConfigError. A collective."""
     check_sft(config, rows=len(data), files=())
-    most = max(each.longest for each in (data, *held_out.values()))
+    every = data, *held_out.values()
+    most, patches = max(each.longest for each in every), max(each.patches for each in every)
     config = config.model_copy(update={"sft": config.sft.model_copy(update={"max_tokens": most})})
-    return decide_gather(decide_speed(config, gpu_memory(device), mesh, 0), device, mesh, 0)
+    return decide_gather(decide_speed(config, gpu_memory(device), mesh, patches), device, mesh, patches), patches

@@ -3,8 +3,10 @@ training, so a row that cannot be trained ends the run at its start."""
 
 import hashlib
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -18,11 +20,14 @@ from configs.load import ConfigError
 from configs.schema import Config
 from configs.sft import longest
 from learner.sft.answers import AnswerReader, TrainedText
+from learner.sft.row_images import DemonstratedImages, ReadImage
 from learner.train import collectives
+from learner.train.pictures import THREADS, num_patches
 from rollout.errors import PromptError
 
 log = logging.getLogger(__name__)
 MOST_SHOWN = 10
+READ_AT_ONCE = 1024
 Texts = list[TrainedText]
 
 
@@ -35,17 +40,22 @@ class SourceRows(NamedTuple):
 
 
 class Demonstrations:
-    """The rows of a source."""
+    """The rows of a source. `images`: None if no row has some."""
 
     def __init__(
-        self, rows: Sequence[Texts], ranges: Sequence[SourceRows], seed: int = 0, shuffle: bool = False
+        self,
+        rows: Sequence[Texts],
+        ranges: Sequence[SourceRows],
+        seed: int = 0,
+        shuffle: bool = False,
+        images: DemonstratedImages | None = None,
     ) -> None:
         kept = [number for number, texts in enumerate(rows) if texts]
         self.rows = [rows[number] for number in kept]
         self.dropped = len(rows) - len(kept)
         places = np.searchsorted(kept, [(each.start, each.stop) for each in ranges]).reshape(-1, 2)
         self._shares = [(int(b - a), each.weight) for (a, b), each in zip(places, ranges, strict=True) if each.weight]
-        self._seed, self._shuffle = seed, shuffle
+        self._seed, self._shuffle, self.images = seed, shuffle, images
         self.order: Callable[[int], Sequence[int]] = lru_cache(2)(self._order)
 
     def __len__(self) -> int:
@@ -56,12 +66,18 @@ class Demonstrations:
         return max(len(text.tokens) for texts in self.rows for text in texts)
 
     @property
+    def patches(self) -> int:
+        """The most patches of one text's images."""
+        return max(num_patches(text.images) for texts in self.rows for text in texts)
+
+    @property
     def digest(self) -> str:
         """16 hex digits over what is trained, before shuffling."""
         found = hashlib.sha256()
         for texts in self.rows:
             for text in texts:
                 found.update(len(text.tokens).to_bytes(8, "little") + text.tokens.tobytes() + text.trained.tobytes())
+                found.update("".join(image.picture.digest for image in text.images).encode())
             found.update(b"|")
         return found.hexdigest()[:16]
 
@@ -89,20 +105,21 @@ def read_demonstrations(config: Config, key: str, source: Source, reader: Answer
     except SourceError as error:
         raise ConfigError([f"{key}: {source_name(source)}: {error}"]) from None
     rows = JoinedRows([part for _, found in opened for part in found])
-    if pictured := next((part.where for part in rows.parts if part.rows.images is not None), None):
-        raise ConfigError([f"{pictured}: rows have images, and only text is trained; leave the column images out"])
+    images = DemonstratedImages.of(config, f"{key} {source_name(source)}", rows)
     limit = config.data.eval[_name(key)].limit if _name(key) in config.data.eval else None
     number = min(rows.starts[-1], limit or rows.starts[-1])
-    own, wrong = _converted(config, rows, range(dist.get_rank(), number, dist.get_world_size()), reader)
+    if images:
+        log.info("%s: decoding the images of %d rows, each rank those of its share", key, number)
+    mine = range(dist.get_rank(), number, dist.get_world_size())
+    own, wrong = _converted(config, rows, images, mine, reader)
     _require(wrong)
     ranges, start = list[SourceRows](), 0
     for weight, found in opened:
         stop = start + sum(part.rows.number for part in found)
         ranges.append(SourceRows(start, min(stop, number), weight))
         start = stop
-    made = Demonstrations(
-        _exchanged(own, number), ranges, config.run.seed, config.data.shuffle and not key.startswith("data.eval")
-    )
+    shuffle = config.data.shuffle and not key.startswith("data.eval")
+    made = Demonstrations(_exchanged(own, number, images is not None), ranges, config.run.seed, shuffle, images)
     if not len(made):
         raise ConfigError(
             [f"{key}: {source_name(source)}: every row is too long; name shorter ones, or allow more tokens"]
@@ -116,23 +133,38 @@ def _name(key: str) -> str:
 
 
 def _converted(
-    config: Config, rows: JoinedRows, numbers: range, reader: AnswerReader
+    config: Config, rows: JoinedRows, images: DemonstratedImages | None, numbers: range, reader: AnswerReader
 ) -> tuple[list[Texts], list[tuple[int, str]]]:
     most, found, wrong = longest(config), list[Texts](), list[tuple[int, str]]()
     said, section = "auto, " * (config.sft.max_tokens == "auto"), reader.section
     limit = f"sft.max_tokens ({said}{most})" if section == "sft" else f"the longest sample of the run ({most})"
-    for number in numbers:
-        texts: Texts = []
-        try:
-            texts = reader.texts(rows.row(number))
-        except PromptError as error:
-            wrong.append((number, f"{rows.place(number)}: {error}"))
+    for number, (texts, problem) in zip(numbers, _read(rows, images, numbers, reader), strict=True):
         size = max((len(text.tokens) for text in texts), default=0)
         if size > most and config.sft.too_long == "refuse":
-            problem = f"it has {size} tokens, more than {limit}"
-            wrong.append((number, f"{rows.place(number)}: {problem}; shorten it, or set {section}.too_long: drop"))
+            smaller = ", lower data.max_pixels" * any(text.images for text in texts)
+            problem = f"it has {size} tokens, more than {limit}; shorten it{smaller}, or set {section}.too_long: drop"
+        wrong += [(number, f"{rows.place(number)}: {problem}")] if problem else []
         found.append(texts if size <= most else [])
     return found, wrong
+
+
+def _read(
+    rows: JoinedRows, images: DemonstratedImages | None, numbers: range, reader: AnswerReader
+) -> Iterator[tuple[Texts, str]]:
+    """The texts of each row, and why it cannot be trained. Images are decoded in threads."""
+
+    def read(number: int) -> tuple[Texts, str]:
+        row = rows.row(number) | (images.of_row(number) if images else {})
+        try:
+            return reader.texts(row, number), ""
+        except PromptError as error:
+            return [], str(error)
+
+    alone = len(numbers) if images is None else 1  # a tokenizer may change its settings at its first text
+    yield from map(read, numbers[:alone])
+    with ThreadPoolExecutor(THREADS) as threads:
+        for start in range(alone, len(numbers), READ_AT_ONCE):
+            yield from threads.map(read, numbers[start : start + READ_AT_ONCE])
 
 
 def _require(wrong: list[tuple[int, str]]) -> None:
@@ -145,7 +177,7 @@ def _require(wrong: list[tuple[int, str]]) -> None:
         raise ConfigError(problems)
 
 
-def _exchanged(own: Sequence[Texts], number: int) -> list[Texts]:
+def _exchanged(own: Sequence[Texts], number: int, images: bool) -> list[Texts]:
     world, texts = dist.get_world_size(), [text for each in own for text in each]
     if world == 1:
         return list(own)
@@ -155,10 +187,14 @@ def _exchanged(own: Sequence[Texts], number: int) -> list[Texts]:
     columns = [np.concatenate([text[column] for text in [empty, *texts]]) for column in range(2)]
     tokens = collectives.all_gather_ragged(torch.from_numpy(columns[0]))
     trained = collectives.all_gather_ragged(torch.from_numpy(columns[1].astype(np.uint8)))
+    shown: list[Iterable[Sequence[ReadImage]]] = [repeat(())] * world
+    if images:
+        dist.all_gather_object(shown, [text.images for text in texts])
     found: list[Texts] = [[] for _ in range(number)]
     for rank in range(world):
         ends = np.cumsum(lengths[rank].numpy())[:-1]
-        pieces = zip(np.split(tokens[rank].numpy(), ends), np.split(trained[rank].numpy() != 0, ends), strict=True)
+        flags = np.split(trained[rank].numpy() != 0, ends)
+        pieces = zip(np.split(tokens[rank].numpy(), ends), flags, shown[rank], strict=False)
         for place, count in enumerate(counts[rank].tolist()):
             found[place * world + rank] = [TrainedText(*next(pieces)) for _ in range(count)]
     return found

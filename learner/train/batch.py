@@ -17,9 +17,8 @@ from buffer.wire.sample import Sample
 from learner.model.experts.mixture import Experts
 from learner.model.forest import Text, lay_out_forest
 from learner.model.microbatch import Microbatch, lay_out
-from learner.model.vision import PATCHES_PER_TOKEN
 from learner.train import collectives
-from learner.train.pictures import NOTHING_SEEN, PictureMismatch, Piece, Seen, num_patches, open_images, show
+from learner.train.pictures import NOTHING_SEEN, PictureMismatch, Piece, Seen, num_patches, open_images, room, show
 from learner.train.routes import RouteMismatch, laid_out, open_routes
 from learner.train.teacher_rows import TeacherTop, pieces_of, teacher_row, top_of, with_top
 from learner.train.trees import copies, grow
@@ -195,7 +194,7 @@ def open_part(
     if key_room is not None:
         trees = trees_of(documents, items, budget, key_room)
         units = trees if tokens_of(trees) <= (1 - LEAST_SAVED) * tokens_of(units) else units
-    sizes = [_room(unit.tokens + _room_of_copies(unit, key_room), unit.images) for unit in units]
+    sizes = [room(unit.tokens + _room_of_copies(unit, key_room), unit.images) for unit in units]
     versions, segments = list(map(_num_versions, samples)), [len(sample.starts) for sample in samples]
     taught = teachers_of(samples, part.positions.numpy().tolist()), teacher_kl(samples)
     return Opened(part, units, sizes, versions, segments, turns, misrouted, unseen, *taught)
@@ -300,9 +299,9 @@ def shared_units(documents: Sequence[Document], items: np.ndarray, budget: int) 
     units = []
     for group in groups.values():
         whole = Unit(group, group[0].prompt)
-        before = _room(whole.prompt, [image for image in group[0].images if image.start < whole.prompt])
+        before = room(whole.prompt, [image for image in group[0].images if image.start < whole.prompt])
         behind = [[image for image in each.images if image.start >= whole.prompt] for each in group]
-        answers = list(map(_room, whole.answers, behind))
+        answers = list(map(room, whole.answers, behind))
         for chosen in first_fit(answers, max(budget - before, 1)):
             unit = Unit([group[i] for i in chosen], whole.prompt)
             units += [unit] if unit.saves >= LEAST_SAVED else alone(unit.documents)
@@ -334,10 +333,6 @@ def _room_of_copies(unit: Unit | Tree, key_room: float | None) -> int:
 def _alone(units: Sequence[Unit | Tree]) -> tuple[int, int]:
     lengths = [document.tokens for unit in units for document in unit.documents]
     return sum(lengths), sum(length**2 for length in lengths)
-
-
-def _room(tokens: int, images: Sequence[SeenImage]) -> int:
-    return max(tokens, -(-num_patches(images) // PATCHES_PER_TOKEN))
 
 
 def _num_versions(sample: Sample) -> int:

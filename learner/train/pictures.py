@@ -6,7 +6,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from math import prod
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -16,9 +16,10 @@ from buffer.wire.protocol import Part
 from buffer.wire.sample import Sample
 from configs.checks import max_sample_tokens
 from configs.schema import Config
+from learner.model.flops import TowerCosts
 from learner.model.microbatch import Microbatch, documents
 from learner.model.towers import ImageBlocks, PackedImages
-from learner.model.vision import rope_positions
+from learner.model.vision import PATCHES_PER_TOKEN, Grid, rope_positions
 
 THREADS = 8
 """PIL decodes without holding the GIL."""
@@ -33,6 +34,16 @@ class PictureMismatch(RuntimeError):
 Seen = Mapping[int, Sequence[SeenImage]]
 """Images by index in `Batch.rows`, in order of `start`."""
 NOTHING_SEEN: Seen = MappingProxyType({})
+
+
+class Measured(Protocol):
+    """A picture, with or without its pixels."""
+
+    @property
+    def digest(self) -> str: ...
+
+    @property
+    def grid(self) -> Grid: ...
 
 
 class Piece(NamedTuple):
@@ -116,9 +127,23 @@ def _fits(sample: Sample, start: int, picture: Picture) -> bool:
     return stop <= own.size and bool(own[start:stop].all()) and not more
 
 
-def num_patches(images: Iterable[SeenImage]) -> int:
+def num_patches(images: Iterable[tuple[int, Measured]]) -> int:
     """Patches that the tower encodes."""
     return sum({picture.digest: prod(picture.grid) for _, picture in images}.values())
+
+
+def room(tokens: int, images: Sequence[tuple[int, Measured]]) -> int:
+    """Tokens of a microbatch's budget that a text with `images` takes."""
+    return max(tokens, -(-num_patches(images) // PATCHES_PER_TOKEN))
+
+
+def tower_work(rows: Iterable[Microbatch], costs: TowerCosts | None) -> dict[str, float]:
+    """Images and patches that the tower encodes, and its FLOPs; empty for a model of text."""
+    if costs is None:
+        return {}
+    grids = [row.images.grid.prod(-1) for row in rows if row.images is not None]
+    patches = [number for grid in grids for number in grid.tolist()]
+    return {"images": len(patches), "patches": sum(patches), "tower": costs.total(patches)}
 
 
 def show(row: Microbatch, pieces: Sequence[Piece]) -> Microbatch:

@@ -35,6 +35,7 @@ from learner.train import collectives
 from learner.train.batch import Batch
 from learner.train.extra_texts import TOTAL, DrawnBeside, TrainedBeside
 from learner.train.optimizer import Optimizer
+from learner.train.pictures import tower_work
 from learner.train.skipped import TAUGHT, UNFIT_ADVANTAGES, SkippedSteps
 
 log = logging.getLogger(__name__)
@@ -85,7 +86,8 @@ class Algorithm:
         times.append(time.perf_counter())
         sums = self.backward(policy, batch, drawn) | per_sample_sums(_of_samples(batch), policy.device)
         tally = sums.pop(TALLY, None)
-        computed = _work(batch) | _seen(policy, batch)
+        shown = [*batch.microbatches, *(drawn.microbatches if drawn else ())]
+        computed = _work(batch) | tower_work(shown, policy.costs.tower)
         computed |= kl_sums(batch.teacher_kl, self.teachers)
         sums |= {name: torch.tensor(number, device=policy.device) for name, number in computed.items()}
         sums |= {TOTAL: drawn.total} if drawn else {}
@@ -295,14 +297,6 @@ def _of_samples(batch: Batch) -> dict[str, Sequence[int]]:
 def _work(batch: Batch) -> dict[str, float]:
     done: dict[str, float] = {"row_tokens": batch.tokens, "squares": batch.squares, "head_rows": batch.head_rows}
     return done | {"tokens_alone": batch.alone[0], "squares_alone": batch.alone[1]}
-
-
-def _seen(policy: Policy, batch: Batch) -> dict[str, float]:
-    if policy.costs.tower is None:
-        return {}
-    images = [row.images.grid.prod(-1) for row in batch.microbatches if row.images is not None]
-    patches = [number for grid in images for number in grid.tolist()]
-    return {"images": len(patches), "patches": sum(patches), "tower": policy.costs.tower.total(patches)}
 
 
 def _loads(policy: Policy, tally: Tensor | None) -> dict[str, float]:

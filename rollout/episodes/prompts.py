@@ -118,13 +118,13 @@ class Prompts:
             if self.plain:
                 return self._expanded(self.plain_tokens(messages), pictures)
             text = self._rendered(messages)
-            tokens = self.tokenizer.encode(self._marked(text), add_special_tokens=False)
+            tokens = self.tokenizer.encode(self.marked(text), add_special_tokens=False)
         except RenderError as error:
             raise PromptError(error.about("the row", "the chat template", self.template_place)) from None
         except (LookupError, TypeError, ValueError, AttributeError) as error:
             raise PromptError(f"the row cannot be made into a chat: {type(error).__name__}: {error}") from error
         tokens = self._expanded(tokens, pictures)
-        if problem := left_out([each | {"content": flat(each["content"])} for each in messages], text):
+        if problem := left_out(flattened(messages), text):
             raise PromptError(problem)
         return tokens
 
@@ -170,7 +170,7 @@ class Prompts:
         image = "".join(map(str, self.tokenizer.convert_ids_to_tokens(list(marks))))
         return f"{self.form.padding}{image}{self.form.padding}"
 
-    def _marked(self, text: str) -> str:
+    def marked(self, text: str) -> str:
         """Gemma 3's template writes only the first token of an image, its processor all."""
         if self.form is None or not self.form.padding:
             return text
@@ -179,15 +179,18 @@ class Prompts:
     def _expanded(self, tokens: list[int], pictures: Sequence[Picture]) -> list[int]:
         if self.form is None:
             return tokens
-        token, found, places = self.form.image_token, list[int](), tokens.count(self.form.image_token)
-        if places != len(pictures):
-            name = self.tokenizer.convert_ids_to_tokens(token)
-            problem = f"the prompt has {places} placeholders {name} for {counted(len(pictures), 'image')}"
-            raise PromptError(f"{problem}; mark each image by {MARK} and never write {name} in a text")
-        left = iter(pictures)
+        token, found, left = self.form.image_token, list[int](), iter(pictures)
+        self.check_placeholders(tokens.count(token), len(pictures))
         for each in tokens:
             found += [token] * next(left).num_tokens if each == token else [each]
         return found
+
+    def check_placeholders(self, placeholders: int, images: int) -> None:
+        """Raise PromptError unless each image has one."""
+        if self.form is not None and placeholders != images:
+            name = self.tokenizer.convert_ids_to_tokens(self.form.image_token)
+            problem = f"the prompt has {placeholders} placeholders {name} for {counted(images, 'image')}"
+            raise PromptError(f"{problem}; mark each image by {MARK} and never write {name} in a text")
 
     def text(self, tokens: Sequence[int] | np.ndarray, special: bool = False) -> str:
         numbers = np.array(tokens, np.int64)  # decode walks through a list
@@ -250,6 +253,11 @@ def flat(content: str | list[dict[str, Any]]) -> str:
     if isinstance(content, str):
         return content
     return "".join(MARK if part["type"] == "image" else part["text"] for part in content)
+
+
+def flattened(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """`messages` with the text of each."""
+    return [message | {"content": flat(message["content"])} for message in messages]
 
 
 def parts(text: str) -> str | list[dict[str, Any]]:

@@ -64,16 +64,6 @@ def test_what_nobody_has_proven_is_refused(tmp_path: Path) -> None:
     assert any(line.startswith("data.demonstrations: ") for line in refused(given, "rollout.routing_replay=true"))
     shared = refused(given, "learner.context_parallel=2", "learner.ranks=2")
     assert any("each rank trains its own, and learner.context_parallel is 2; remove one" in line for line in shared)
-    seeing = {"model_type": "qwen2_5_vl", "vision_config": {"depth": 1}, "image_token_id": 5, "text_config": {}}
-    (tmp_path / "config.json").write_text(json.dumps(seeing))
-    lines = refused(given, f"model.path={tmp_path}")
-    assert any(
-        line.endswith(
-            "reads images, and demonstrations train text alone; remove the key, or set model.text_alone: true"
-        )
-        for line in lines
-    )
-    check(config(given, f"model.path={tmp_path}", "model.text_alone=true"), files=())
     (line,) = refused(f"data.demonstrations.path={tmp_path / 'none.jsonl'}", files=("data.demonstrations",))
     assert line.startswith(f"data.demonstrations.path: {tmp_path / 'none.jsonl'}: ")
 

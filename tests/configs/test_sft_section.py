@@ -97,7 +97,6 @@ def test_keys_that_have_an_effect_are_taken() -> None:
             "data.train: reasoning_gym:chain_sum?size=9&seed=1: a generated set holds no demonstrations; write its "
             "rows to a file with answers",
         ),
-        ("model.freeze=[vision]", "model.freeze: [vision]: a text model has no such parts; remove the key"),
     ],
 )
 def test_a_contradiction_is_refused(override: str, line: str) -> None:
@@ -115,13 +114,21 @@ def test_the_longest_row_follows_from_model_and_microbatch(tmp_path: Path) -> No
     assert "learner.tokens_per_microbatch: 400 is less than sft.max_tokens 512; set it to 512 or more" in found
 
 
-def test_a_model_that_reads_images_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "qwen2_5_vl", "vision_config": {"depth": 1}, "image_token_id": 5, "text_config": {}})
-    )
-    line = "reads images, and supervised fine-tuning trains text alone; set model.text_alone: true, or name another"
-    assert any(x.endswith(line) for x in refused(f"model.path={tmp_path}"))
-    check_sft(config(f"model.path={tmp_path}", "model.text_alone=true"), files=())
+@pytest.mark.parametrize("key", ["image_dir=.", "min_pixels=9", "max_pixels=null", "max_images=2"])
+def test_keys_of_images_have_an_effect_only_where_a_model_sees_them(tmp_path: Path, key: str) -> None:
+    seeing = {"model_type": "qwen2_5_vl", "vision_config": {"depth": 1}, "image_token_id": 5, "text_config": {}}
+    (tmp_path / "config.json").write_text(json.dumps(seeing))
+    words = f"model.path={tmp_path}", f"data.{key}"
+    check_sft(config(*words), files=())
+    line = f"data.{key.partition('=')[0]}: has no effect, because {tmp_path} sees no images; remove the key"
+    assert line in refused(*words, "model.text_alone=true")
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"}))
-    line = f"model.text_alone: true: {tmp_path} is no vision-language model; remove the key"
-    assert line in refused(f"model.path={tmp_path}", "model.text_alone=true")
+    assert line in refused(*words)
+
+
+def test_bounds_and_folder_of_images_are_judged_as_in_reinforcement_learning(tmp_path: Path) -> None:
+    assert "data.min_pixels: 9 is more than data.max_pixels 8; lower it or raise data.max_pixels" in refused(
+        "data.min_pixels=9", "data.max_pixels=8"
+    )
+    with pytest.raises(ConfigError, match=f"data.image_dir: {tmp_path / 'none'}: no such folder"):
+        check_sft(config(f"data.image_dir={tmp_path / 'none'}"), files=("data.image_dir",))

@@ -1,20 +1,23 @@
 """The vision quickstart: its images, its reward, its model's supervised start, and that run file and page fit them."""
 
-import json
+import argparse
 import re
 from pathlib import Path
 
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import torch
-from transformers import AutoModelForImageTextToText, AutoTokenizer
+import yaml
+from transformers import AutoModelForImageTextToText
 
 from buffer.data.images import ImageFormat, decode
+from configs.checks import check_sft
 from configs.load import load
-from examples import quickstart
+from examples import quickstart, warm_start
 from examples.shapes import make_model, make_problems, tiny_vlm
 from examples.shapes.reward import compute_score
+from learner.record.metrics import read
+from learner.sft.answers import TrainedText, reader_of
 
 FOLDER = Path(make_problems.__file__).parent
 QUICKSTART = FOLDER / "quickstart.yaml"
@@ -62,34 +65,73 @@ def test_the_reward_is_the_share_of_colours_that_are_right(said: str, score: flo
     assert compute_score(said, "red gold") == score
 
 
+def asked_for_model(folder: Path, *words: str) -> argparse.Namespace:
+    return make_model.parse(["--problems", str(folder / "train.parquet"), "--out", str(folder / "model"), *words])
+
+
+def texts_of(args: argparse.Namespace, rows: list[dict]) -> list[TrainedText]:
+    """What the supervised start trains of `rows`."""
+    sections = make_model.run_file(args)
+    tiny_vlm.tiny_vlm(Path(sections["model"]["path"]), make_model.KIND)
+    file = args.out / "sft.yaml"
+    file.write_text(yaml.safe_dump(sections))
+    config = load([str(file)])
+    check_sft(config)
+    reader = reader_of(config)
+    files = [[image["bytes"] for image in row["images"]] for row in rows]
+    found = [reader.texts(row | {"images": images}) for row, images in zip(rows, files, strict=True)]
+    reader.close()
+    return [text for (text,) in found]
+
+
 @pytest.mark.long
 def test_a_supervised_start_lowers_the_loss_writes_a_model_and_is_kept(tmp_path: Path):
-    train, _ = made(tmp_path, "--count", "64", "--eval", "1")
-    words = ["--problems", str(tmp_path / "train.parquet"), "--out", str(tmp_path / "model")]
-    threads = torch.get_num_threads()
+    """By `python -m learner sft`, which shows each image once."""
+    made(tmp_path, "--count", "400", "--eval", "1")
+    args = asked_for_model(tmp_path, "--steps", "12")
+    assert "770,496 parameters" in make_model.write(args)
+    records = read(args.out / "warm_start" / "run" / "metrics.jsonl")
+    assert [record["version"] for record in records] == list(range(1, 13))
+    assert {record["images"] for record in records} == {make_model.BATCH} and records[-1]["epoch"] <= 1
+    assert records[-1]["loss"] < records[0]["loss"] / 4
+    model = AutoModelForImageTextToText.from_pretrained(args.out)
+    assert model.num_parameters() == 770_496 and (args.out / "preprocessor_config.json").is_file()
+    assert "kept" in make_model.write(args)
 
-    def loss_after(steps: int) -> float:
-        said = make_model.write(make_model.parse([*words, "--steps", str(steps)]))
-        torch.set_num_threads(threads)
-        assert f"after {steps} steps" in said
-        model = AutoModelForImageTextToText.from_pretrained(tmp_path / "model", dtype=torch.float32)
-        form = ImageFormat.of(str(tmp_path / "model"), load([str(QUICKSTART)]).data)
-        with torch.no_grad():
-            return model(**make_model.batch(train, AutoTokenizer.from_pretrained(tmp_path / "model"), form)).loss.item()
 
-    assert loss_after(12) < loss_after(1) / 2
-    assert "kept" in make_model.write(make_model.parse([*words, "--steps", "1"]))
-    assert json.loads((tmp_path / "model/warm_start.json").read_text())["steps"] == 1
-    made(tmp_path, "--count", "63", "--eval", "1")  # other images in the same file: another model
-    assert "kept" not in make_model.write(make_model.parse([*words, "--steps", "1"]))
-    torch.set_num_threads(threads)
+def test_other_images_in_the_same_file_make_another_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(warm_start, "tune", lambda *given: 0.5)
+    made(tmp_path, "--count", "4", "--eval", "1")
+    args = asked_for_model(tmp_path)
+    assert "kept" not in make_model.write(args)
+    (args.out / "model.safetensors").touch()
+    assert "kept" in make_model.write(args)
+    made(tmp_path, "--count", "5", "--eval", "1")
+    assert "kept" not in make_model.write(args)
+
+
+def test_the_colours_and_their_end_are_trained(tmp_path: Path):
+    train, _ = made(tmp_path, "--count", "6", "--eval", "1")
+    tokenizer = tiny_vlm.tiny_tokenizer()
+    for text, row in zip(texts_of(asked_for_model(tmp_path), train), train, strict=True):
+        assert tokenizer.decode(text.tokens[text.trained]) == f"{row['answer']}<|im_end|>"
+        assert (
+            len(text.images) == 1 and text.tokens.tolist().count(tokenizer.convert_tokens_to_ids("<|image_pad|>")) == 2
+        )
+
+
+def test_no_steps_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    with pytest.raises(SystemExit) as ended:
+        asked_for_model(tmp_path, "--steps", "0")
+    assert ended.value.code == 2 and "--steps 0: give at least 1" in capsys.readouterr().err
 
 
 def test_the_run_file_fits_its_model_and_its_answers(tmp_path: Path):
     config = load([str(QUICKSTART)])
     tokenizer = tiny_vlm.tiny_tokenizer()
-    longest = tokenizer.encode(make_model.prompt(tokenizer, make_problems.QUESTION, 2), add_special_tokens=False)
-    assert len(longest) <= config.data.max_prompt_tokens
+    train, _ = made(tmp_path, "--count", "1", "--eval", "1")
+    (text,) = texts_of(asked_for_model(tmp_path), train)
+    assert text.trained.argmax() <= config.data.max_prompt_tokens
     for colour in make_problems.COLOURS:
         assert len(tokenizer.encode(colour, add_special_tokens=False)) == 1
     answer = [*tokenizer.encode("gold blue", add_special_tokens=False), tokenizer.eos_token_id]

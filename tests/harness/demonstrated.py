@@ -12,6 +12,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 from configs.load import load
 from configs.schema import Config
 from tests.harness.chatml import SPECIAL, make_tokenizer
+from tests.harness.tiny_vlm import encoded, picture
 
 END = "<|endoftext|>"
 CHATML = (
@@ -63,6 +64,29 @@ def demonstrations(number: int = 24) -> list[dict[str, Any]]:
             rows.append({"messages": [TURNS[0], {"role": "assistant", "content": str(index) * (index % 7 + 1)}]})
         else:
             rows.append({"messages": [*TURNS[:3], {"role": "assistant", "content": f"{index} is it."}]})
+    return rows
+
+
+def seeing_demonstrations(folder: Path, number: int = 12) -> list[dict[str, Any]]:
+    """Rows with an image, with several in two turns, one of them twice, and without; their files, of many sizes, are
+    written to `folder`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    rows: list[dict[str, Any]] = []
+    for index in range(number):
+        names = [f"{index}-{each}.png" for each in range(2)]
+        for each, name in enumerate(names):
+            (folder / name).write_bytes(
+                encoded(picture(40 + 9 * (index % 9), 150 - 11 * (index % 9) + 20 * each, 2 * index + each))
+            )
+        first, answer = {"role": "user", "content": "<image>which <image>?"}, {"role": "assistant", "content": "red"}
+        more = [{"type": "text", "text": "what "}, {"type": "image"}, {"type": "text", "text": "?"}]
+        then = [{"role": "user", "content": more}, {"role": "assistant", "content": "gold" + " blue" * (index % 4)}]
+        if index % 3 == 0:
+            rows.append({"problem": "<image>which colours?", "answer": "red gold", "images": names[:1]})
+        elif index % 3 == 1:
+            rows.append({"messages": [first, answer, *then], "images": [*names, names[0]]})
+        else:
+            rows.append({"messages": [{"role": "user", "content": "what?"}, answer]})
     return rows
 
 

@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from actors.doctor.run_file import judge, shares
 from actors.doctor.trial import Judgement, judge_ends, judge_lengths
 from configs.data.sources import shared_entries
@@ -10,6 +12,7 @@ from configs.load import load
 from configs.schema import Config, MixedSource
 from examples.countdown.make_model import make_tokenizer
 from rollout.episodes.prompts import Prompts
+from tests.harness.tiny_vlm import encoded, picture
 from tests.harness.weightless import add_weights
 
 
@@ -47,6 +50,28 @@ def test_demonstrations_with_a_row_that_no_rank_can_read_are_refused_before_anyt
     given = [f"data.train={tmp_path}/d.jsonl", f"data.demonstrations={{path: {tmp_path}/shown.jsonl, share: 0.5}}"]
     (line,) = judge(config(tmp_path, *given), live=True).refused
     assert line.startswith(f"data.demonstrations {tmp_path}/shown.jsonl: line 2: answer has half a surrogate pair")
+
+
+@pytest.mark.parametrize(
+    ("image", "why"),
+    [
+        (
+            "a.png",
+            ": 1 rows have images, but model.path {folder} is a text model; name a model whose images are trained",
+        ),
+        ("b.png", ": row 0: image 0: {folder}/b.png: No such file or directory; correct data.image_dir"),
+    ],
+)
+def test_images_of_demonstrations_that_cannot_be_trained_are_refused(tmp_path: Path, image: str, why: str) -> None:
+    make_tokenizer().save_pretrained(tmp_path)
+    (add_weights(tmp_path) / "config.json").write_text('{"model_type": "qwen2"}')
+    (tmp_path / "a.png").write_bytes(encoded(picture(32, 32)))
+    row = {"problem": "<image>8 6 4=2", "answer": "a", "images": [image]}
+    (tmp_path / "d.jsonl").write_text(json.dumps({"problem": "8 6 4=2", "answer": "a"}) + "\n")
+    (tmp_path / "shown.jsonl").write_text(json.dumps(row) + "\n")
+    given = [f"data.train={tmp_path}/d.jsonl", f"data.demonstrations.path={tmp_path}/shown.jsonl"]
+    (line,) = judge(config(tmp_path, *given), live=True).refused
+    assert line.startswith(f"data.demonstrations {tmp_path}/shown.jsonl{why.format(folder=tmp_path)}")
 
 
 def test_how_many_prompts_of_all_are_too_long(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from configs.load import ConfigError
 from learner.sft.answers import AnswerReader, TrainedText
 from learner.sft.demonstrations import Demonstrations, SourceRows, read_demonstrations
-from learner.sft.packing import microbatches, num_trained
+from learner.sft.packing import cut, laid_out, num_trained
 from tests.harness.demonstrated import TURNS, chatml_tokenizer, demonstrations, jsonl, sft_config
 
 LONG = {"problem": "1+1=", "answer": "2" * 200}
@@ -63,7 +63,6 @@ def test_a_wrong_row_of_parquet_is_named_by_its_number(tmp_path: Path, mesh) -> 
         ('{"prompt": "a", "reward_model": {"ground_truth": 1}}', "line 1: supervised fine-tuning needs the columns"),
         ('{"problem": "a", "answer": null}', "line 1: answer is empty"),
         ("", "no rows"),
-        ('{"problem": "a", "answer": "b", "images": ["a.png"]}', "rows have images, and only text is trained"),
     ],
 )
 def test_a_file_of_other_rows_is_refused(tmp_path: Path, mesh, text: str, why: str) -> None:
@@ -128,9 +127,9 @@ TEXTS = st.lists(st.integers(2, 40), min_size=1, max_size=30)
 @given(lengths=TEXTS, world=st.integers(1, 4), budget=st.integers(16, 64))
 def test_ranks_have_all_texts_once_in_as_many_microbatches(lengths: list[int], world: int, budget: int) -> None:
     texts = [TrainedText(np.full(n, i, np.int32), np.arange(n) > 0) for i, n in enumerate(lengths)]
-    cut = [microbatches(texts, rank, world, budget) for rank in range(world)]
-    assert len({len(each) for each in cut}) == 1
-    rows = [each for rank in cut for each in rank]
+    shares = [cut(texts, rank, world, budget) for rank in range(world)]
+    assert len({len(share) for share in shares}) == 1
+    rows = [laid_out(chosen) for share in shares for chosen in share]
     found = [text for row in rows for text in _texts(row) if len(set(text.tolist())) == 1 and row.sampled.any()]
     assert sorted((int(text[0]), len(text)) for text in found) == list(enumerate(lengths))
     assert sum(int(row.sampled.sum()) for row in rows) == num_trained(texts)

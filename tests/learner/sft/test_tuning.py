@@ -24,8 +24,17 @@ from learner.saved.manifest import DataPosition, position_of
 from learner.sft.answers import AnswerReader
 from learner.sft.command import main
 from learner.sft.demonstrations import read_demonstrations
-from tests.harness.demonstrated import TURNS, chatml_tokenizer, demonstrations, jsonl, sft_config, sft_run
+from tests.harness.demonstrated import (
+    TURNS,
+    chatml_tokenizer,
+    demonstrations,
+    jsonl,
+    seeing_demonstrations,
+    sft_config,
+    sft_run,
+)
 from tests.harness.forked_learner import ForkedLearner, ranks_meeting_in
+from tests.harness.pictured import seeing_model
 
 Fork = Callable[..., list[ForkedLearner]]
 
@@ -61,6 +70,14 @@ def records(run: Path) -> list[dict[str, Any]]:
     """The records without times, speeds and memory, which no two runs share."""
     clock = ("time", "memory", "tokens_per_s")
     return [{k: v for k, v in one.items() if not k.startswith(clock)} for one in read(run / "metrics.jsonl")]
+
+
+def data_of(folder: Path, kind: str) -> dict[str, str]:
+    """Trained and held-out rows, of images with a model that sees."""
+    if kind == "images":
+        seeing_model(folder / "model", "qwen3_vl", layers=2, depth=2)
+    rows = seeing_demonstrations(folder, 24) if kind == "images" else demonstrations()
+    return {"train": str(jsonl(folder / "rows.jsonl", rows)), "eval": str(jsonl(folder / "held.jsonl", rows[:7]))}
 
 
 def losses(run: Path) -> list[float]:
@@ -138,33 +155,36 @@ def test_the_losses_are_those_of_transformers_trainer(tmp_path: Path, fork: Fork
     assert ours[-1] < ours[0] / 2
 
 
+KINDS = ["text", pytest.param("images", marks=pytest.mark.long)]
+
+
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.xdist_group("ranks")
-def test_two_ranks_train_as_one(tmp_path: Path, fork: Fork) -> None:
+def test_two_ranks_train_as_one(tmp_path: Path, fork: Fork, kind: str) -> None:
     """And small microbatches as one large one, as does an adapter's."""
-    held_out = {"eval": str(jsonl(tmp_path / "held.jsonl", demonstrations(7)))}
-    held_out |= {"train": str(jsonl(tmp_path / "train.jsonl", demonstrations()))}
-    sft_run(tmp_path)  # makes the model
-    for name, ranks, tokens in (("one", 1, "auto"), ("two", 2, 160)):
-        changed = {"ranks": ranks, "tokens_per_microbatch": tokens}
+    held_out = data_of(tmp_path, kind)
+    sft_run(tmp_path, data=held_out)  # makes the model
+    for name, ranks, tokens in (("one", 1, "auto"), ("two", 2, 160 if kind == "text" else 100)):
+        changed = {"ranks": ranks, "tokens_per_microbatch": tokens, "lr": 1e-2 if kind == "text" else 1e-3}
         words = sft_run(tmp_path, run={"name": name}, learner=changed, data=held_out, eval={"every": 3})
         done(fork(words, ranks))
     one, two = (records(tmp_path / name) for name in ("one", "two"))
     assert [each["version"] for each in one] == [0, 1, 2, 3, 3, 4, 5, 6, 6]
+    encoded = ("images", "patches", "flops") if kind == "images" else ()  # once for each microbatch
     for a, b in zip(one, two, strict=True):
         assert a.keys() == b.keys()
-        for key in a.keys() - {"microbatches", "tokens_microbatch_max"}:
+        for key in a.keys() - {"microbatches", "tokens_microbatch_max", *encoded}:
             assert b[key] == pytest.approx(a[key], abs=1e-4, rel=1e-4), key
     ours, theirs = weights(tmp_path / "one", 6), weights(tmp_path / "two", 6)
     assert all(torch.allclose(ours[name], theirs[name], atol=1e-4) for name in ours)
     assert max(record.get("microbatches", 0) for record in two) > 1
 
 
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.xdist_group("ranks")
-def test_killed_and_resumed_it_is_as_if_never_killed(tmp_path: Path, fork: Fork) -> None:
+def test_killed_and_resumed_it_is_as_if_never_killed(tmp_path: Path, fork: Fork, kind: str) -> None:
     """Bit for bit: the losses, the held-out losses, and the weights."""
-    sft_run(tmp_path)
-    held_out = {"train": str(tmp_path / "train.jsonl"), "eval": str(jsonl(tmp_path / "held.jsonl", demonstrations(7)))}
-    changes = {"data": held_out, "eval": {"every": 2}}
+    changes = {"data": data_of(tmp_path, kind), "eval": {"every": 2}}
     done(fork(sft_run(tmp_path, run={"name": "whole", "versions": 12}, **changes)))
     words = sft_run(tmp_path, run={"name": "killed", "versions": 12}, **changes)
     killed, checkpoints = tmp_path / "killed", tmp_path / "killed" / "checkpoints"
@@ -252,6 +272,30 @@ def test_wrong_rows_end_it_before_anything_is_written(tmp_path: Path, fork: Fork
     done(fork([*sft_run(tmp_path), "--run.versions=1", "--sft.turns=last"]))
 
 
+@pytest.mark.long
+@pytest.mark.xdist_group("ranks")
+def test_an_image_that_is_gone_ends_it_and_it_goes_on_once_it_is_back(tmp_path: Path, fork: Fork) -> None:
+    """Before training with exit code 2, in a training run with exit code 4."""
+    learner = {"ranks": 2, "checkpoint_every": 1}
+    words = sft_run(tmp_path, data=data_of(tmp_path, "images"), run={"versions": 100_000}, learner=learner)
+    file, away = tmp_path / "0-0.png", tmp_path / "away.png"
+    file.rename(away)
+    assert f"row 0: image 0: {file}: No such file or directory; " in done(fork(words, 2), code=2)
+    away.rename(file)
+    started, checkpoints = fork(words, 2), tmp_path / "run" / "checkpoints"
+    end = time.monotonic() + 200
+    while not (checkpoints.exists() and complete(checkpoints)) and time.monotonic() < end:
+        time.sleep(0.01)
+    file.rename(away)
+    ended = [rank.ended() for rank in started]
+    assert [code for code, _ in ended] == [4, 4], ended
+    problem = f"line 1: image 0 of the row: {file}: No such file or directory; bring the image back"
+    assert any(f"python -m learner sft: data.train {tmp_path / 'rows.jsonl'}: {problem}" in line for _, line in ended)
+    away.rename(file)
+    newest = complete(checkpoints)[-1]
+    assert "restored version" in done(fork([*words, f"--run.versions={newest + 1}"], 2))
+
+
 @pytest.mark.xdist_group("ranks")
 def test_a_run_goes_on_only_with_the_data_it_was_trained_on(tmp_path: Path, fork: Fork) -> None:
     words = sft_run(tmp_path, run={"versions": 2})
@@ -280,11 +324,11 @@ def test_one_process_has_the_folder(tmp_path: Path, fork: Fork) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.parametrize("kind", ["text", "images"])
 @pytest.mark.xdist_group("ranks")
-def test_an_adapter_and_the_best_checkpoint_by_held_out_loss(tmp_path: Path, fork: Fork) -> None:
-    held_out = {"eval": str(jsonl(tmp_path / "held.jsonl", demonstrations(7)))}
+def test_an_adapter_and_the_best_checkpoint_by_held_out_loss(tmp_path: Path, fork: Fork, kind: str) -> None:
     learner = {"lr": 0.05, "keep_best": 1, "keep_checkpoints": 1, "checkpoint_every": 1}
-    data = {"train": str(jsonl(tmp_path / "train.jsonl", demonstrations()))} | held_out
+    data = data_of(tmp_path, kind)
     model = {"lora": {"rank": 4}}
     words = sft_run(tmp_path, data=data, learner=learner, model=model, eval={"every": 1}, run={"versions": 5})
     done(fork(words))

@@ -220,12 +220,12 @@ def test_a_server_that_is_never_ready_is_left_out_after_its_own_timeout(caplog):
             async with servers(Addresses(sender.address), "prompt", "slow") as (prompt, slow):
                 await until_stat(sender, "weights/members", 2.0)
                 slow.receiver._rounds.state = State.LOADING
-                for version in range(100):
+                version = -1
+                while not sender.stats()["weights/failed"]:
+                    version += 1
                     await asyncio.to_thread(sender.publish, VersionedPolicy(version), version)
                     await prompt.has(version)
-                    if sender.stats()["weights/failed"]:
-                        break
-                assert 1 < version < 99
+                assert version > 1
                 slow.receiver._rounds.loaded()
                 await slow.has(version)  # it has joined again
         assert any("slow is left out: no Ready in round" in line for line in lines_of(caplog))
