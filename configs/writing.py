@@ -15,7 +15,7 @@ FULL = {errno.ENOSPC, errno.EDQUOT}
 DISK = FULL | {errno.EROFS}
 REFUSED = {errno.EACCES, errno.EPERM, errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG}
 NUMBER = re.compile(r"(?:os error|[Ee]rrno) (\d+)")
-"""In errors of Rust's libraries, which are no OSError, and in those that shutil gathers."""
+"""Finds the number in the text of errors without `errno`: of libraries in Rust, and those that shutil gathers."""
 
 
 class WriteError(OSError):
