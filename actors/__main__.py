@@ -4,6 +4,7 @@ The launcher runs under a guard, and this process only forwards signals: no proc
 """
 
 import difflib
+import errno
 import importlib
 import logging
 import os
@@ -58,8 +59,8 @@ def main(argv: Sequence[str]) -> int:
         code: int = importlib.import_module(COMMANDS[name][0]).main(rest)
     except BrokenPipeError:  # of the terminal: sockets handle their own
         return 128 + signal.SIGPIPE
-    except PermissionError as error:
-        if name not in PRINTING or error.filename is None:
+    except OSError as error:  # PermissionError, or WriteError for the same reason
+        if name not in PRINTING or error.filename is None or error.errno not in (errno.EACCES, errno.EPERM):
             raise
         remedy = "run this as the user who started the run, or change the file's mode"
         print_visible(f"python -m actors {name}: {error.filename}: {error.strerror}; {remedy}", sys.stderr)

@@ -27,7 +27,7 @@ from configs.entrypoint import BAD_INPUT, DONE, CommandParser
 from configs.plain_text import output, print_visible, visible
 from configs.schema import Config
 from configs.variables import unwritable
-from configs.writing import removed_on_failure, writing
+from configs.writing import draft_of, removed_on_failure, writing
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -260,7 +260,7 @@ def export(db: sqlite3.Connection, out: Path) -> Iterable[str]:
         ORDER BY s.item, s.idx"""
     if why := unwritable(out):
         raise LedgerError(f"{out}: {why}")
-    number, damaged, draft = 0, 0, out.with_name(f".{out.name}.part")
+    number, damaged, draft = 0, 0, draft_of(out)
     with writing(out), removed_on_failure(draft):
         with pq.ParquetWriter(draft, COLUMNS) as writer:
             rows = db.execute(query)

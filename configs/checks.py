@@ -99,7 +99,7 @@ SPREAD = ("enable_expert_parallel", "enable_eplb")
 NEVER_REPLAYED = ("decode_context_parallel_size", "prefill_context_parallel_size")
 
 PROBE_LEAST = 3
-"""Of a sample's tokens the probe's text has all but the last, and its first token has no log-probability."""
+"""The probe's text has all tokens of the longest sample but one, and its first token has no log-probability."""
 QUANTIZATIONS = ("fp8", "fp8_per_tensor")
 """vLLM computes these anew for each policy."""
 

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-from configs.writing import WriteError, removed_on_failure, writing
+from configs.writing import WriteError, draft_of, removed_on_failure, writing
 
 Fetch = Callable[[str, str], str]
 """Takes a data set's name and a file in it, and returns the path of a copy on this machine."""
@@ -50,7 +50,7 @@ def write(chosen: str, out: Path, get: Fetch = fetch) -> str:
     with writing(out):
         out.mkdir(parents=True, exist_ok=True)
     for split, copy in copies.items():
-        draft = files[split].with_suffix(".part")
+        draft = draft_of(files[split])
         with writing(files[split]), removed_on_failure(draft):
             if chosen == "gsm8k_numbers":
                 pq.write_table(numbers(pq.read_table(copy)), draft)

@@ -180,6 +180,7 @@ def train(
             loop.run(policy, sound, batches, stopping, weights, checkpoints, metrics, versions)
         weights.close(LAST_PUBLISH_S) if isinstance(weights, Sender) else weights.close()
         checkpoints.close()
+        metrics.close()
         if not stopping.begun:
             algorithm.skipped.check_end()
     return None if stopping.begun else batches.finished

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -156,7 +157,9 @@ def _short(error: Exception) -> str:
     if isinstance(error, MemoryError | RankKilled) or any(words in str(error) for words in MEMORY):
         return f"memory is short while its certificate is made ({named(error)}); free memory"
     if full := full_disk(error, tempfile.gettempdir()):
-        return f"the small copy for its certificate cannot be written: {full}, or name another folder by TMPDIR"
+        is_copy = Path(full.filename).is_relative_to(tempfile.gettempdir())
+        what, other = ("the small copy", ", or name another folder by TMPDIR") if is_copy else ("a file", "")
+        return f"{what} for its certificate cannot be written: {full}{other}"
     return ""
 
 

@@ -21,7 +21,7 @@ import torch
 from buffer.wire.protocol import EvaluationResult
 from configs.flow.alerts import LOOKED_BACK, alerts
 from configs.variables import open_private
-from configs.writing import writing
+from configs.writing import FULL, WriteError, removed_on_failure, writing
 
 logger = logging.getLogger(__name__)
 Record = dict[str, float]
@@ -31,7 +31,8 @@ REPEATED = 20
 
 class Metrics:
     """`span("train")` adds to `time/train_s`; `log` writes the record and starts the next one. `peak`: FLOP/s of all
-    the learner's GPUs. `mfu` is over the time in training, `mfu/version` over all time."""
+    the learner's GPUs. `mfu` is over the time in training, `mfu/version` over all time. While the disk is full, records
+    are kept in memory: training goes on."""
 
     def __init__(
         self,
@@ -46,6 +47,8 @@ class Metrics:
         self._started = clock()
         self._alerted: dict[str, int] = {}
         self._opened = False
+        self._first: int | None = None
+        self._unwritten: list[Record] = []
         self._version = 0
         self._writing = threading.Lock()
 
@@ -82,6 +85,8 @@ class Metrics:
         if self.path is None:
             return
         with self._writing:
+            if self._opened:
+                self._flush(self.path)
             self._append(self.path, dict(record))
             self._track({"version": self._version} | {key: value for key, value in record.items() if key != "kind"})
 
@@ -93,15 +98,34 @@ class Metrics:
         found = _read_all(self.path, b'"eval/due"')  # spares the parsing of all other records
         return [int(record["eval/due"]) for record in found if record.get("version", 0) <= version]
 
+    def close(self) -> None:
+        """Write what a full disk has held back. Raises WriteError."""
+        if self.path is not None and self._unwritten:
+            with self._writing, writing(self.path):
+                self._flush(self.path)
+
     def _write(self, path: Path, version: int, record: Record) -> None:
         """Append `record`. The first call removes what an earlier process recorded of `version` and later ones."""
         with self._writing:
-            with writing(path):
-                if not self._opened:
-                    self._truncate(path, version)
-                self._version = int(record["version"])
-                self._append(path, record)
+            self._first = version if self._first is None else self._first
+            self._version = int(record["version"])
+            self._unwritten.append(record)
+            try:
+                with writing(path):
+                    self._flush(path)
+            except WriteError as error:
+                if error.errno not in FULL:
+                    raise
+                if len(self._unwritten) == 1:
+                    logger.warning("%s; until then the records of versions are kept in memory", error)
             self._track(record)
+
+    def _flush(self, path: Path) -> None:
+        if not self._opened:
+            self._truncate(path, self._first or 0)
+        while self._unwritten:
+            self._append(path, self._unwritten[0])
+            del self._unwritten[0]
 
     def _append(self, path: Path, record: Mapping[str, float | str]) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -137,9 +161,10 @@ class Metrics:
         found = _read_all(path) if path.exists() else []
         kept = [record for record in found if record.get("version", -1) < version]
         partial = path.with_suffix(".tmp")
-        with open(partial, "w", encoding="utf-8", opener=open_private) as file:
-            file.writelines(json.dumps(record) + "\n" for record in kept)
-        partial.replace(path)
+        with removed_on_failure(partial):
+            with open(partial, "w", encoding="utf-8", opener=open_private) as file:
+                file.writelines(json.dumps(record) + "\n" for record in kept)
+            partial.replace(path)
         self._history = [one for one in kept if "version" in one and "eval/due" not in one][-LOOKED_BACK:]
         self._opened = True
 

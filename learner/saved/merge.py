@@ -4,7 +4,6 @@ folder.
 Computes on the CPU, in float32, and rounds once, to `model.dtype`. Exit 2: bad input.
 """
 
-import os
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,7 +15,7 @@ from configs.architecture import PROVEN
 from configs.checkpoint_files import fault
 from configs.entrypoint import BAD_INPUT, DONE, CommandParser
 from configs.plain_text import print_visible
-from configs.writing import removed_on_failure, writing
+from configs.writing import draft_of, removed_on_failure, writing
 from learner.model.file_form import FileForm
 from learner.model.loading import persistent_buffers, read_base
 from learner.model.lora.base import digest
@@ -57,7 +56,7 @@ def merge(checkpoint: Path, out: Path) -> None:
     if digest(model) != adapter.base:
         raise ValueError(f"model.path: {path} has other weights than when {checkpoint} was saved; give them back")
     add(model, adapter_files.read(checkpoint / "adapter"), lora.scale)
-    draft = out.with_name(f".{out.name}.{os.getpid()}")
+    draft = draft_of(out)
     with writing(out), removed_on_failure(draft):
         export.write(dict(_in_files(model)), adapter.model, draft)
         draft.rename(out)

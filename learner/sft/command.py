@@ -138,6 +138,7 @@ def tune(given: Config, config: Config, device: torch.device) -> None:
         with StopSignals(stopping.begin):
             tuning.run(policy, steps, measured, stopping, checkpoints, metrics, versions)
         checkpoints.close()
+        metrics.close()
         steps.skipped.check_end()
 
 

@@ -47,8 +47,9 @@ STOPPED_S = 1.0
 KILL_S = 5.0
 """Processes stuck in the kernel are left to init after this time."""
 DUMP_SIGNAL = signal.SIGRTMAX - 3
-DUMP_S, DUMP_LOOK_S = 5.0, 0.02
-"""Most time for the stacks of a worker, which may get no processor for long, or have blocked the signal."""
+DUMP_S, BLOCKED_S, DUMP_LOOK_S = 5.0, 0.5, 0.02
+"""Most time for the stacks of a worker, which may get no processor for long. One that has blocked the signal goes on,
+and nobody limits its memory meanwhile."""
 KILLED, TOO_MANY_PROCESSES = "its process was killed", "started too many processes; all of them were killed"
 
 DEADLINE, CURRENT, STARTED, APART = range(4)
@@ -199,10 +200,12 @@ class Warden:
             os.kill(guard, number)
 
     def _dump_stacks(self) -> None:
+        until = time.monotonic() + (BLOCKED_S if has_signal(self.worker, DUMP_SIGNAL) else DUMP_S)
         with suppress(ProcessLookupError):
             os.kill(self.worker, DUMP_SIGNAL)
-        until = time.monotonic() + DUMP_S
         while has_signal(self.worker, DUMP_SIGNAL) and time.monotonic() < until and self._drain():
+            if self._orphaned:
+                return
             select.select([self.capture], [], [], DUMP_LOOK_S)
 
     def _drain(self, times: int = 1) -> bool:

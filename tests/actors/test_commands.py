@@ -16,6 +16,7 @@ from actors.__main__ import COMMANDS, main
 from actors.scaling import command
 from configs.entrypoint import BAD_INPUT
 from configs.schema import Config
+from configs.writing import WriteError
 from tests.harness.watched import make_config
 
 
@@ -79,13 +80,14 @@ def test_a_launch_whose_output_fills_the_disk_goes_on(tmp_path: Path) -> None:
     assert done.stderr.startswith("it goes on\n") and "Traceback" not in done.stderr
 
 
-def test_a_file_that_this_user_may_not_read_is_named_in_one_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("kind", [PermissionError, WriteError])
+def test_a_file_that_this_user_may_not_read_or_write_is_named_in_one_line(
+    kind: type[OSError], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Another user may have started the run."""
 
     def refused(*_: object) -> Any:
-        raise PermissionError(errno.EACCES, "Permission denied", str(tmp_path / "metrics.jsonl"))
+        raise kind(errno.EACCES, "Permission denied", str(tmp_path / "metrics.jsonl"))
 
     monkeypatch.setattr("actors.report.summary.main", refused)
     assert main(["report", str(tmp_path)]) == BAD_INPUT

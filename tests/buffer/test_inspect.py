@@ -20,7 +20,7 @@ from buffer.wire.client import RefusedError, RolloutClient
 from buffer.wire.protocol import Ack, Part, Quarantine, Rewind, Rewound, State, Status, Take, Trained
 from configs.load import load
 from configs.resume import fingerprint
-from configs.writing import WriteError
+from configs.writing import WriteError, draft_of
 from examples.countdown.make_model import make_tokenizer
 from tests.harness.buffer_process import Process, client, group, process
 from tests.harness.chatml import ANSWER, CALLS, CHATML, HEAD, TOOL, episode
@@ -149,7 +149,7 @@ def test_export_replaces_no_folder_and_no_device(tmp_path):
 def test_an_export_that_fills_the_disk_names_its_file_and_leaves_none(tmp_path):
     with Store(tmp_path / "buffer.sqlite", fsync=False):
         pass
-    (tmp_path / ".out.parquet.part").symlink_to("/dev/full")
+    draft_of(tmp_path / "out.parquet").symlink_to("/dev/full")
     with closing(reading(tmp_path / "buffer.sqlite")) as db, pytest.raises(WriteError) as error:
         list(inspect.export(db, tmp_path / "out.parquet"))
     assert str(error.value) == f"{tmp_path}/out.parquet: No space left on device; make room on its disk"

@@ -3,6 +3,8 @@
 import errno
 import os
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow as pa
@@ -10,7 +12,8 @@ import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, models
 
-from configs.writing import WriteError, full_disk, write_text, writing
+from configs.writing import WriteError, draft_of, full_disk, write_text, writing
+from tests.harness.toy import ROOT
 
 FULL, NO_ROOM = "/dev/full", "No space left on device; make room on its disk"
 
@@ -57,6 +60,48 @@ def test_all_other_errors_stay_what_they_are(error: Exception) -> None:
     with pytest.raises(type(error)) as caught, writing(Path("file")):
         raise error
     assert caught.value is error and full_disk(error, "file") is None
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FileNotFoundError(errno.ENOENT, "No such file or directory", "base/config.json"),
+        PermissionError(errno.EACCES, "Permission denied", "other/of-another-user"),
+        FileNotFoundError(errno.ENOENT, "No such file or directory", "out/never-written"),
+        RuntimeError("the model's weights: No such file or directory (os error 2)"),
+        shutil.Error([("base/file", "out/file", "[Errno 13] Permission denied: 'base/file'")]),
+    ],
+    ids=["missing", "another user's", "missing below it", "missing, by Rust", "copied from another user"],
+)
+def test_a_file_that_cannot_be_read_is_no_fault_of_the_place(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("out").mkdir()
+    with pytest.raises(type(error)) as caught, writing(Path("out")):
+        raise error
+    assert caught.value is error
+
+
+def test_a_place_that_refuses_is_named_whatever_part_of_it_does(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for at in ("file/out/run.yaml", "file/out", "file"):
+        failed = NotADirectoryError(errno.ENOTDIR, "", str(tmp_path / at))
+        with (
+            pytest.raises(WriteError, match=f"{at}: Not a directory; make it writable"),
+            writing(tmp_path / "file/out"),
+        ):
+            raise failed
+
+
+def test_two_processes_do_not_share_a_draft(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", "import sys; from configs.writing import *; print(draft_of(Path(sys.argv[1])))", "a/b"],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    assert Path(done.stdout.strip()).parent == Path("a") and Path(done.stdout.strip()) != draft_of(Path("a/b"))
 
 
 def test_only_a_disk_that_is_full_or_read_only_is_reported_wherever_it_was_found() -> None:

@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from configs.load import load
+from configs.writing import draft_of
 from examples import hub_rows
 from tests.harness.toy import ROOT
 
@@ -64,7 +65,7 @@ def test_a_full_disk_is_no_fault_of_the_hub_and_leaves_no_part(
     copy, out = tmp_path / "copy.parquet", tmp_path / "out"
     copy.write_bytes(b"rows")
     out.mkdir()
-    (out / "train.part").symlink_to("/dev/full")
+    draft_of(out / "train.parquet").symlink_to("/dev/full")
     monkeypatch.setattr(hub_rows, "hf_hub_download", lambda *given, **options: str(copy))
     assert hub_rows.main(["geometry3k", "--out", str(out)]) == 1
     said = capsys.readouterr().err

@@ -1,9 +1,9 @@
-"""Time limits that a test waits for until they expire, and within which something else of it has to be done."""
+"""Time limits that a test lets expire, though other work of it has to fit into them."""
 
 import time
 
 QUIET_S = 0.012
-"""What the work below takes on a quiet machine."""
+"""Seconds that the work in `paced` takes on a quiet machine."""
 MOST = 6.0
 
 

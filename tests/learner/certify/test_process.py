@@ -211,8 +211,12 @@ UNWRITTEN = "the small copy for its certificate cannot be written"
 
 def without_room(model: ModelConfig, *given: bool) -> str:
     if given[0]:
-        raise OSError(errno.ENOSPC, "No space left on device", "/tmp/copy/config.json")
+        raise OSError(errno.ENOSPC, "No space left on device", f"{tempfile.gettempdir()}/copy/config.json")
     raise RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+
+def without_a_writable_cache(model: ModelConfig, *given: bool) -> str:
+    raise OSError(errno.EROFS, "Read-only file system", "/cache/modules/own.py")
 
 
 def waits(model: ModelConfig, *given: bool) -> str:
@@ -237,7 +241,14 @@ def waits(model: ModelConfig, *given: bool) -> str:
             without_room,
             True,
             60.0,
-            f"{UNWRITTEN}: /tmp/copy/config.json: No space left on device; make room on its disk",
+            f"{UNWRITTEN}: {tempfile.gettempdir()}/copy/config.json: No space left on device; make room on its disk",
+        ),
+        (
+            without_a_writable_cache,
+            True,
+            60.0,
+            "a file for its certificate cannot be written: /cache/modules/own.py: Read-only file system; make it "
+            "writable, or name another place",
         ),
         (without_room, False, 60.0, f"{UNWRITTEN}: {tempfile.gettempdir()}: No space left on device; make room"),
         (waits, True, 0.2, "its certificate was not made in 0.2 s; start again on a machine that is less busy"),

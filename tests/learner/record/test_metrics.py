@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from buffer.wire.protocol import EvaluationResult
+from configs.writing import WriteError
 from learner.record import trackers
 from learner.record.metrics import Metrics, read
 from tests.harness.tracking import Swanlab, Wandb
@@ -241,6 +242,40 @@ def test_no_line_is_torn_by_a_kill_or_by_two_threads(tmp_path: Path) -> None:
         writer.join()
     found = lines(path)
     assert len(found) == 2 + 60 + 38 and sum(one == wide for one in found) == 60
+
+
+def records(path: Path) -> list[tuple[float, float]]:
+    return [(record["version"], record["loss"]) for record in read(path)]
+
+
+def test_a_full_disk_ends_no_training_and_costs_no_record(tmp_path: Path, caplog) -> None:
+    path, seen = tmp_path / "metrics.jsonl", list[dict[str, float]]()
+    metrics = Metrics(path, [seen.append])
+    metrics.log(1, {"loss": 0.5})
+    path.rename(tmp_path / "kept")
+    path.symlink_to("/dev/full")
+    for version in (2, 3):
+        metrics.log(version, {"loss": 0.5})
+    with pytest.raises(OSError, match="No space left"):
+        metrics.log_servers(LOOK)
+    with pytest.raises(WriteError, match=r"metrics\.jsonl: No space left on device; make room on its disk"):
+        metrics.close()
+    (tmp_path / "kept").replace(path)
+    metrics.log_servers(LOOK)
+    assert records(path) == [(1, 0.5), (2, 0.5), (3, 0.5)] and [one["version"] for one in seen] == [1, 2, 3, 3]
+    assert caplog.text.count("make room on its disk; until then the records of versions are kept in memory") == 1
+
+
+def test_a_learner_that_starts_again_on_a_full_disk_replaces_what_it_repeats(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    for version in (1, 2):
+        Metrics(path).log(version, {"loss": 0.5})
+    again = Metrics(path)
+    (tmp_path / "metrics.tmp").symlink_to("/dev/full")
+    again.log(2, {"loss": 1.0})
+    assert records(path) == [(1, 0.5), (2, 0.5)] and not (tmp_path / "metrics.tmp").is_symlink()
+    again.log(3, {"loss": 1.0})
+    assert records(path) == [(1, 0.5), (2, 1.0), (3, 1.0)]
 
 
 def test_trackers_get_the_looks_at_the_version_of_the_day(tmp_path: Path) -> None:

@@ -1,12 +1,17 @@
-"""A warden that was stopped, as with its whole container, does not count that time against the worker's call."""
+"""Times of a warden: a stop, as of its whole container, does not count against the worker's call, and the stacks of a
+worker that will not show them delay nothing."""
 
+import os
+import signal
+import time
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rollout.cage import warden as wardens
-from rollout.cage.warden import DEADLINE, CallState, Warden
+from rollout.cage.warden import DEADLINE, DUMP_SIGNAL, CallState, Warden
 
 
 class SlowPoll:
@@ -34,3 +39,34 @@ def test_a_stop_puts_the_deadline_off(
     warden.state[DEADLINE] = deadline
     assert warden._wait(slow.now + 0.05) == set()
     assert warden.state[DEADLINE] - deadline == pytest.approx(moved_s)
+
+
+@pytest.fixture
+def blocking() -> Iterator[int]:
+    """A worker whose function has blocked all signals."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
+    if (worker := os.fork()) == 0:
+        time.sleep(600)
+        os._exit(0)
+    signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    yield worker
+    os.kill(worker, signal.SIGKILL)
+    os.waitpid(worker, 0)
+
+
+@pytest.mark.parametrize("orphaned", [False, True])
+def test_a_worker_that_blocks_signals_or_outlives_its_server_is_not_waited_for(
+    orphaned: bool, blocking: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(wardens, "DUMP_S", 600.0)
+    monkeypatch.setattr(wardens, "BLOCKED_S", 600.0 if orphaned else 0.1)
+    capture, printing = os.pipe()
+    os.set_blocking(capture, False)
+    warden: Any = object.__new__(Warden)
+    warden.worker, warden.capture, warden._orphaned = blocking, capture, orphaned
+    began = time.monotonic()
+    warden._dump_stacks()
+    assert time.monotonic() - began < 300
+    assert wardens.has_signal(blocking, DUMP_SIGNAL), "it was asked"
+    os.close(capture)
+    os.close(printing)
