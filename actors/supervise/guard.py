@@ -161,7 +161,11 @@ def send(end: socket.socket, message: object) -> None:
 def receive(end: socket.socket, at_end: Any) -> Any:
     """The next JSON value, or `at_end` when the other end is closed or dead."""
     with contextlib.suppress(OSError):
-        if message := end.recv(MESSAGE_BYTES):
+        try:
+            message = end.recv(MESSAGE_BYTES)
+        except ConnectionResetError:  # it ended before it read a message of ours; what it sent is still here
+            message = end.recv(MESSAGE_BYTES)
+        if message:
             return json.loads(message)
     return at_end
 

@@ -3,6 +3,7 @@
 import os
 import resource
 import signal
+import socket
 import sys
 import threading
 import time
@@ -13,7 +14,7 @@ import psutil
 import pytest
 
 from actors.process import FINAL, Event, Process, Restarts
-from actors.supervise.guard import Guarded
+from actors.supervise.guard import Guarded, receive, send
 from actors.supervise.keeper import LOG_BYTES, SHOWN_LINES, Keeper
 from configs.entrypoint import PARENT
 
@@ -264,3 +265,14 @@ def test_events_of_a_keeper_that_replaces_another_one_are_new_although_the_clock
     assert [event.kind for event in successor.events(before, 1.0)] == ["started", "line", "ended"]
     seen = successor.events(before, 1.0)
     assert successor.events(seen[1].number, 1.0) == seen[2:]
+
+
+def test_an_exit_code_comes_also_where_the_guard_ended_before_it_read_a_signal() -> None:
+    """The kernel then reports a reset, before what the guard had sent."""
+    ours, guards_end = socket.socketpair(type=socket.SOCK_SEQPACKET)
+    with ours:
+        with guards_end:
+            send(guards_end, {"code": 0})
+            send(ours, int(signal.SIGTERM))
+        assert receive(ours, {}) == {"code": 0}
+        assert receive(ours, {}) == {}
