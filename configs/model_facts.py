@@ -185,7 +185,7 @@ def _has_dense_layers_alone(config: Mapping[str, Any]) -> bool:
     """Configs of dense models of a family of mixtures count experts too: doge, gemma4, nemotron_h, Qwen, DeepSeek."""
     blocks, pattern = config.get("layers_block_type"), config.get("hybrid_override_pattern")
     mlps, layers = config.get("mlp_layer_types"), config.get("num_hidden_layers")
-    leading = [config.get(key) for key in ("first_k_dense_replace", "num_dense_layers")]
+    leading = [config.get(key) for key in ("first_k_dense_replace", "num_dense_layers") if not mlps]  # else unread
     return (
         any(config.get(switch) is False for switch in ("is_moe", "enable_moe_block"))
         or (config.get("model_type") == "nemotron_h" and bool(blocks) and "moe" not in (blocks or ()))

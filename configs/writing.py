@@ -49,7 +49,7 @@ def _refuses(number: int, named: Path | None, place: Path) -> bool:
     """Whether the error is of the write to `place`. Code that writes also reads files, which may be missing or another
     user's."""
     if named is None:
-        return not can_write(place.absolute().parent)
+        return not can_write(place if place.is_dir() else place.absolute().parent)
     if number == errno.ENOENT and named.resolve().parent.is_dir():
         return False  # a write would have made it
     file, whole = named.absolute(), place.absolute()

@@ -149,6 +149,16 @@ def test_a_sample_grows_by_its_routes(tmp_path):
         ({"model_type": "deepseek_v3", "n_routed_experts": 8, "first_k_dense_replace": 1, "num_hidden_layers": 2}, 8),
         ({"model_type": "glm_moe_dsa", "n_routed_experts": 8, "mlp_layer_types": ["dense", "dense"]}, 0),
         ({"model_type": "glm_moe_dsa", "n_routed_experts": 8, "mlp_layer_types": ["dense", "sparse"]}, 8),
+        (
+            {
+                "model_type": "glm_moe_dsa",
+                "n_routed_experts": 8,
+                "mlp_layer_types": ["dense", "sparse"],
+                "first_k_dense_replace": 3,
+                "num_hidden_layers": 2,
+            },
+            8,
+        ),
         ({"model_type": "jamba", "num_experts": 1}, 0),
         ({"model_type": "afmoe", "num_experts": None}, 0),
         ({"model_type": "granitemoehybrid", "num_local_experts": 8, "layers_block_type": ["mamba"]}, 8),

@@ -6,13 +6,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from unittest.mock import patch
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from tokenizers import Tokenizer, models
 
-from configs.writing import WriteError, draft_of, full_disk, write_text, writing
+from configs.writing import WriteError, draft_of, full_disk, write_error, write_text, writing
 from tests.harness.toy import ROOT
 
 FULL, NO_ROOM = "/dev/full", "No space left on device; make room on its disk"
@@ -92,6 +93,13 @@ def test_a_place_that_refuses_is_named_whatever_part_of_it_does(tmp_path: Path) 
             writing(tmp_path / "file/out"),
         ):
             raise failed
+
+
+def test_an_error_without_a_file_is_of_the_place_only_if_that_refuses(tmp_path: Path) -> None:
+    error = RuntimeError("Permission denied (os error 13)")
+    assert write_error(error, tmp_path / "none" / "file") and not write_error(error, tmp_path)
+    with patch("configs.writing.can_write", lambda folder: folder == tmp_path):  # who tests may write everywhere
+        assert not write_error(error, tmp_path) and not write_error(error, tmp_path / "file")
 
 
 def test_two_processes_do_not_share_a_draft(tmp_path: Path) -> None:
