@@ -26,8 +26,8 @@ class WriteError(OSError):
 
 
 def write_error(error: Exception, place: Path | str | None = None) -> WriteError | None:
-    """Return the line for a failed write; None for any other error. The line names `place`, unless `error` names a file
-    elsewhere on a full disk."""
+    """Return the line for a failed write; None for any other error. The line names the file that `error` names, and
+    `place` where that is its draft or there is none."""
     number = error.errno if isinstance(error, OSError) else None
     if number is None and (found := NUMBER.search(str(error))):
         number = int(found[1])
