@@ -87,6 +87,8 @@ class EntryMaker:
         assert process.stdout is not None
         with process.stdout:
             for line in process.stdout:
+                if not line.endswith("\n"):  # it ended while it wrote
+                    break
                 number, answer = json.loads(line)
                 if "error" in answer:
                     reason = answer["error"].encode(errors="backslashreplace").decode()

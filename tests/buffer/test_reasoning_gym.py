@@ -15,7 +15,7 @@ import msgpack
 import psutil
 import pytest
 
-from buffer.data.entry_maker import EntryError, EntryMaker, GeneratedRows, entry_maker
+from buffer.data.entry_maker import EntryError, EntryMaker, GeneratedRows, MakerEnded, entry_maker
 from buffer.problems import READ_AHEAD, ProblemsError, load_problems
 from configs.data.sources import count_rows, generated
 from configs.schema import DataConfig, RewardConfig
@@ -236,3 +236,13 @@ print(entries.answered("endless", []), entries.answered("nothing", []))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "{'error': 'endless took longer than 1 s'} {}"
+
+
+def test_a_process_that_ends_while_it_writes_an_answer_fails_all_that_it_was_asked() -> None:
+    """As one that the kernel kills while the pipe is full: nobody may wait for an answer for ever."""
+    code = "import sys; sys.stdin.readline(); sys.stdin.readline(); print('[0, {\\'quest', end='')"
+    maker = EntryMaker(["-c", code])
+    for answer in [maker.ask("start"), maker.ask("start")]:
+        with pytest.raises(MakerEnded):
+            answer.result(60)
+    maker.close()
