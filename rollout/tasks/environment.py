@@ -26,6 +26,8 @@ OUR_PYTHON = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV")
 RESULT = ("score", "overall", "turn_rewards")
 """No metric may take the reward's place."""
 LONGEST_LINE = 2**26
+LAST_ANSWERS_S = 1.0
+"""Time to read what a host wrote before its end, where processes that it forked keep its pipe open."""
 
 
 def load_environment(environment: dict[str, Any]) -> Play:
@@ -103,6 +105,8 @@ class Relay:
         await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(reader), self.host.stdout)
         writer, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, self.host.stdin)
         self._reading = loop.create_task(self._read(reader))
+        ended = os.pidfd_open(self.host.pid)
+        loop.add_reader(ended, lambda: (loop.remove_reader(ended), loop.call_later(LAST_ANSWERS_S, self._end)))
         return writer
 
     async def _read(self, reader: asyncio.StreamReader) -> None:

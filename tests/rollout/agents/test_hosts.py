@@ -19,19 +19,21 @@ from rollout.tasks.environment import Relay
 from rollout.tasks.programs import timed_by_server
 
 HOST = """
-import json, sys, time
+import json, os, sys, time
 for line in map(json.loads, sys.stdin):
     if "cancel" in line:
         print(json.dumps({"cancelled": line["cancel"]}), flush=True)
     elif line["how"] == "block":
         time.sleep(600)
+    elif line["how"] == "leave":
+        os._exit(3) if os.fork() else time.sleep(600)
     elif line["how"] == "long":
         sys.stdout.write("x" * (2**26 + 2**20))
         sys.stdout.flush()
     elif line["how"] == "garbage":
         print("hello", flush=True)
     elif line["how"] == "fine":
-        print(json.dumps({"id": line["id"], "pid": __import__("os").getpid()}), flush=True)
+        print(json.dumps({"id": line["id"], "pid": os.getpid()}), flush=True)
 """
 
 
@@ -85,6 +87,14 @@ async def test_what_is_no_answer_ends_the_host(how: str):
         with pytest.raises(CagedError) as caught:
             await asyncio.wait_for(cage.call(how), 60)
         assert caught.value.origin == "died"
+        assert await asyncio.wait_for(cage.call("fine"), 120)
+
+
+async def test_a_host_that_ends_is_noticed_although_a_process_that_it_forked_keeps_its_pipes():
+    async with hosts() as cage:
+        with pytest.raises(CagedError) as caught:
+            await asyncio.wait_for(cage.call("leave"), 30)
+        assert caught.value.origin == "died" and "exit code 3" in str(caught.value)
         assert await asyncio.wait_for(cage.call("fine"), 120)
 
 
