@@ -38,6 +38,27 @@ class WorkerEnd:
     output: str = ""
 
 
+class ReadToEnd(asyncio.StreamReaderProtocol):
+    """Gives its reader all that the other end sent before it ended. asyncio would leave it unread once a write to that
+    end has failed."""
+
+    def __init__(self, end: socket.socket, reader: asyncio.StreamReader) -> None:
+        super().__init__(reader)
+        self._end, self._rest = end, reader
+
+    def connection_lost(self, error: Exception | None) -> None:
+        with suppress(OSError):
+            while data := self._end.recv(2**16, socket.MSG_DONTWAIT):
+                self._rest.feed_data(data)
+        super().connection_lost(None)
+
+
+async def opened(end: socket.socket) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    loop, reader = asyncio.get_running_loop(), asyncio.StreamReader()
+    transport, protocol = await loop.create_unix_connection(lambda: ReadToEnd(end, reader), sock=end)
+    return reader, asyncio.StreamWriter(transport, protocol, reader, loop)
+
+
 class WorkerProcess:
     """One worker. `end` is done once the process has ended."""
 
@@ -74,9 +95,7 @@ class WorkerProcess:
         finally:
             for _, theirs in pairs:
                 theirs.close()
-        (self._reader, self._writer), (self._status, self._requests) = [
-            await asyncio.open_unix_connection(sock=ours) for ours, _ in pairs
-        ]
+        (self._reader, self._writer), (self._status, self._requests) = [await opened(ours) for ours, _ in pairs]
         self._requests.write(encode(asdict(self.function)))
         self._watching = asyncio.create_task(self._watch())
 
