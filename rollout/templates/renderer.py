@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 PROCESSOR_S = 2.0
 WALL_S = 20.0
 """A process silent for so long was stopped, or the machine is overloaded."""
+TRIES = 2
+"""The first process may have been killed or stopped from outside: no fault of the template."""
 MEMORY = 2**30
 """Bytes of address space."""
 MOST_CHARACTERS = 4 * 2**20
@@ -90,11 +92,15 @@ class Renderer:
                 "limit", f"was given {len(request) / 2**20:.1f} MiB; {MAX_BYTES // 2**20} MiB are allowed"
             )
         with self._lock:
-            if self._process is None:
-                self._process = TemplateProcess(*self._limits, self._wall_s)
-            reply = self._process.ask(request)
-            if reply[0] == "ended":
+            for _ in range(TRIES):
+                if self._process is None:
+                    self._process = TemplateProcess(*self._limits, self._wall_s)
+                reply = self._process.ask(request)
+                if reply[0] != "ended":
+                    break
                 self._process = None
+                if reply[1] == signal.SIGPROF:
+                    break
         return self._text(reply)
 
     def _text(self, reply: Sequence[Any]) -> str:
@@ -115,7 +121,8 @@ class Renderer:
             case ["ended", signal.SIGPROF]:
                 raise RenderError("limit", f"took more than {processor_s:g} s of processor time")
             case ["ended", int(number)]:
-                raise RenderError("limit", f"ended its process by {signal.Signals(number).name}")
+                how = f"by {signal.Signals(number).name}" if number > 0 else f"with exit code {-number}"
+                raise RenderError("limit", f"ended its process {how}")
         raise RenderError("limit", f"gave no answer within {self._wall_s:g} s")
 
 
@@ -138,7 +145,8 @@ class TemplateProcess:
         self.close = weakref.finalize(self, _end, process, ours)
 
     def ask(self, request: bytes) -> list[Any]:
-        """`["ended", SIGNAL]` if the process has ended, `["ended", None]` if it was killed."""
+        """`["ended", SIGNAL]`, or the exit code as a negative number, if the process has ended; `["ended", None]` if it
+        was killed."""
         try:
             self._socket.sendall(request)
             while data := self._socket.recv(2**18):

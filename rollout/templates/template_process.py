@@ -114,6 +114,7 @@ def serve(fd: int, processor_s: float, memory: int) -> None:
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # schedulers send it to all of a job, and the server's drain renders
     connection, requests = socket.socket(fileno=fd), unpacker("surrogatepass")
     while data := connection.recv(2**18):
         requests.feed(data)

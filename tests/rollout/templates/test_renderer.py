@@ -76,19 +76,38 @@ def test_a_template_that_exceeds_a_limit_is_ended_and_the_next_one_rendered(
     assert renderer.render("chat", "{{ 1 + 1 }}", {}) == "2"
 
 
-@pytest.mark.parametrize(
-    ("number", "words"), [(signal.SIGKILL, "ended its process by SIGKILL"), (signal.SIGSTOP, "gave no answer within")]
-)
-def test_a_template_process_that_is_killed_or_stopped_is_replaced(number: int, words: str) -> None:
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+def test_a_template_process_that_is_killed_or_stopped_is_replaced_and_no_template_refused(number: int) -> None:
     renderer = Renderer()
     renderer.check("chat", "{{ 1 }}")
     assert renderer._process is not None
     if number == signal.SIGSTOP:
         renderer._process._socket.settimeout(0.2)
     os.kill(renderer._process._process.pid, number)
-    with pytest.raises(RenderError, match=words):
-        renderer.check("chat", "{{ 1 }}")
     assert renderer.render("chat", "{{ 1 }}", {}) == "1"
+
+
+def test_a_template_process_outlives_a_sigterm_to_all_processes_of_a_job() -> None:
+    renderer = Renderer()
+    renderer.check("chat", "{{ 1 }}")
+    assert renderer._process is not None
+    before = renderer._process
+    os.kill(before._process.pid, signal.SIGTERM)
+    assert renderer.render("chat", "{{ 1 }}", {}) == "1" and renderer._process is before
+
+
+@pytest.mark.parametrize(
+    ("limits", "words"),
+    [({"wall_s": 0.001}, "gave no answer within 0.001 s"), ({"memory": 2**20}, "ended its process with exit code 1")],
+)
+def test_a_template_without_a_process_that_answers_is_refused(limits: dict[str, Any], words: str) -> None:
+    with pytest.raises(RenderError, match=words):
+        Renderer(**limits).check("chat", "{{ 1 }}")
+
+
+def test_the_signal_that_ended_a_process_is_named() -> None:
+    with pytest.raises(RenderError, match="ended its process by SIGSEGV"):
+        Renderer()._text(["ended", signal.SIGSEGV])
 
 
 def test_the_process_ends_with_its_renderer() -> None:
