@@ -141,6 +141,8 @@ class Warden:
             return "died", "was running when its server ended"
         if 0 < self.state[DEADLINE] <= now:
             self._dump_stacks()
+            if not 0 < self.state[DEADLINE] <= time.monotonic():  # the call has ended meanwhile
+                return None
             limit = f"{function.prefix}timeout_s ({function.timeout_s:g} s)"
             if not self.state[STARTED]:
                 limit = f"{function.load_timeout_s:g} s"

@@ -1,5 +1,5 @@
-"""Times of a warden: a stop, as of its whole container, does not count against the worker's call, and the stacks of a
-worker that will not show them delay nothing."""
+"""Times of a warden. A stop, as of its whole container, does not count against the worker's call. The stacks of a
+worker that will not show them delay nothing. A call that ends meanwhile costs the next one nothing."""
 
 import os
 import signal
@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from rollout.cage import CagedFunction
 from rollout.cage import warden as wardens
 from rollout.cage.warden import DEADLINE, DUMP_SIGNAL, CallState, Warden
 
@@ -70,3 +71,19 @@ def test_a_worker_that_blocks_signals_or_outlives_its_server_is_not_waited_for(
     assert wardens.has_signal(blocking, DUMP_SIGNAL), "it was asked"
     os.close(capture)
     os.close(printing)
+
+
+class LateWarden(Warden):
+    """A busy machine delays the stacks. `left_s`: the time that the worker's next call then has, 0: none has begun."""
+
+    def __init__(self, left_s: float) -> None:
+        self.function, self.state, self._orphaned = CagedFunction("slow", "module:load", [], 60.0), CallState(), False
+        self.state[DEADLINE], self._left_s = time.monotonic() - 0.1, left_s
+
+    def _dump_stacks(self) -> None:
+        self.state[DEADLINE] = self._left_s and time.monotonic() + self._left_s
+
+
+@pytest.mark.parametrize(("left_s", "ends"), [(60.0, False), (0.0, False), (-0.1, True)])
+def test_a_call_that_ends_while_its_stacks_are_shown_does_not_end_the_next_one(left_s: float, ends: bool) -> None:
+    assert (LateWarden(left_s)._judge() is not None) == ends
