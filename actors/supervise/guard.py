@@ -21,6 +21,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
+from weakref import WeakSet
 
 import psutil
 
@@ -46,6 +47,7 @@ class Guarded:
 
     def __init__(self, name: str, argv: Sequence[str], **options: Any) -> None:
         self._socket, guards_end = socket.socketpair(type=socket.SOCK_SEQPACKET)
+        OWNED.add(self)
         before = signal.pthread_sigmask(signal.SIG_BLOCK, STOPPING)  # the guard inherits it until it has handlers
         try:
             with guards_end:
@@ -57,6 +59,10 @@ class Guarded:
         self._socket.sendall(json.dumps(argv).encode())
         self.pid: int | None = receive(self._socket, {}).get("pid")
         """None if the command could not be started."""
+
+    def disown(self) -> None:
+        """Close this process's end only."""
+        self._socket.close()
 
     def signal(self, number: int) -> None:
         """Send a signal to the command alone."""
@@ -70,6 +76,18 @@ class Guarded:
         """The exit code, 128 + N for signal N, once nothing is left."""
         with self._socket:
             return int(receive(self._socket, {}).get("code", LOST))
+
+
+OWNED: WeakSet[Guarded] = WeakSet()
+
+
+def disown() -> None:
+    """Leave commands to the process that this one was forked from, which it may outlive."""
+    for guarded in list(OWNED):
+        guarded.disown()
+
+
+os.register_at_fork(after_in_child=disown)
 
 
 class Guard:

@@ -4,10 +4,12 @@ import os
 import resource
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -276,3 +278,27 @@ def test_an_exit_code_comes_also_where_the_guard_ended_before_it_read_a_signal()
             send(ours, int(signal.SIGTERM))
         assert receive(ours, {}) == {"code": 0}
         assert receive(ours, {}) == {}
+
+
+FORKING_OWNER = """
+import os, signal, sys, time
+from actors.supervise.guard import Guarded
+guarded = Guarded("it", [sys.executable, "-c", "import time; time.sleep(600)"])
+if not (child := os.fork()):
+    time.sleep(600)
+os.write(1, f"{guarded.pid} {child}".encode())
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_no_command_outlives_its_owner_because_of_what_the_owner_forked(tmp_path: Path) -> None:
+    """A worker of multiprocessing inherits the owner's end of the socket, and may outlive the owner."""
+    with open(tmp_path / "pids", "wb") as pids:
+        subprocess.run([sys.executable, "-c", FORKING_OWNER], stdout=pids, timeout=60)
+    command, child = map(int, (tmp_path / "pids").read_text().split())
+    try:
+        assert gone([command]) and psutil.pid_exists(child)
+    finally:
+        for pid in (command, child):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
