@@ -23,6 +23,8 @@ from headrace.function_source import reward_file
 
 ENTRY = Path(__file__).absolute().with_name("__main__.py")
 GUARD = ENTRY.parents[1] / "actors" / "supervise" / "guard.py"
+ABOVE = "HEADRACE_ABOVE"
+"""As in `configs.entrypoint`: of two signals, the command takes the second one for a duplicate."""
 LINES = 1000
 SHOWN = 20
 DEAD = 1
@@ -166,11 +168,12 @@ class Launcher:
         self.accepted, self.ended = threading.Event(), threading.Event()
         self._fresh = deque[str](maxlen=LINES)
         self._config, self._changed = run / "config.yaml", threading.Condition()
-        self._before, self._name = _stamp(self._config), run.name
+        self._before, self._name, self._program = _stamp(self._config), run.name, os.getpid()
         source, sink = os.pipe()
         with os.fdopen(sink, "wb"):
             line = [sys.executable, "-P", str(ENTRY), "launch", *words, "--log.display=plain"]
-            self.guarded = _guard().Guarded("launcher", line, stdout=sink, stderr=sink)
+            env = os.environ | {ABOVE: str(os.getpid())}
+            self.guarded = _guard().Guarded("launcher", line, env=env, stdout=sink, stderr=sink)
         threading.Thread(target=self._read, args=(source,), name="headrace", daemon=True).start()
         atexit.register(self._stop_at_exit)
 
@@ -209,7 +212,9 @@ class Launcher:
         self.accepted.set()
 
     def _stop_at_exit(self) -> None:
-        """Else the end of the program would kill the run."""
+        """Else the end of the program would kill the run. A process that it forked has the same hook."""
+        if os.getpid() != self._program:
+            return
         print(f"headrace: stopping the run {self._name}, because the program that launched it ends; call run.wait() "
               "to let it reach its last version", file=sys.stderr, flush=True)  # fmt: skip
         self.guarded.signal(signal.SIGINT)

@@ -1,6 +1,7 @@
 """What `headrace.launch` and `headrace.Run` do without a run: refusals, and what is read of a run's folder."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -10,6 +11,7 @@ from typing import Any
 import pytest
 
 import headrace
+from configs.entrypoint import ABOVE
 from headrace import runs
 from headrace.runs import Launcher
 
@@ -108,6 +110,48 @@ def test_a_run_is_stopped_when_its_program_ends(stand_in: Path) -> None:
     code += "runs.ENTRY = Path('launcher.py'); runs.Launcher([], Path('run')).accepted.wait()"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0 and done.stderr.startswith("headrace: stopping the run run, because the program")
+
+
+def test_a_process_that_the_program_forked_does_not_stop_its_run(stand_in: Path) -> None:
+    """It inherits what the program does at its end."""
+    run = started(stand_in)
+    if (child := os.fork()) == 0:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(10)
+        try:
+            assert run.launcher is not None
+            run.launcher._stop_at_exit()
+            os._exit(0)
+        finally:
+            os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    with pytest.raises(TimeoutError):
+        run.wait(0.5)
+    assert run.stop() == 128 + signal.SIGINT
+
+
+def test_a_stop_forces_no_run_that_a_scheduler_has_signalled_already(stand_in: Path, tmp_path: Path) -> None:
+    """Slurm sends SIGTERM to all processes of a job, and the program may stop its run at the same time."""
+    (tmp_path / "launcher.py").write_text(
+        "import time\nfrom pathlib import Path\nfrom configs.entrypoint import StopSignals\n"
+        "told = []\n"
+        "with StopSignals(told.append, lambda number: told.append('forced')):\n"
+        "    print('checked', flush=True)\n"
+        "    Path('run/config.yaml').write_text('x')\n"
+        "    print('started', flush=True)\n"
+        "    while not told: time.sleep(0.01)\n"
+        "    print('drains', flush=True)\n"
+        "    time.sleep(1)\n"
+        "print(told, flush=True)\n"
+    )
+    run = started(stand_in)
+    assert run.launcher is not None
+    os.kill(run.launcher.guarded.pid, signal.SIGTERM)
+    with run.launcher._changed:
+        assert run.launcher._changed.wait_for(lambda: "drains" in run.output, 120)
+    run.stop()
+    assert run.output[-1] == "[15]"
+    assert runs.ABOVE == ABOVE
 
 
 def test_the_module_imports_none_of_the_packages() -> None:
