@@ -12,10 +12,17 @@ STOP_S = 1.0
 
 
 def kill_below(root: int, children: dict[int, list[int]]) -> None:
-    """Kill `root`, unless it is this process, and all below it."""
-    for pid in {root, *below(root, children)} - {os.getpid()}:
-        with suppress(ProcessLookupError, PermissionError):  # another user's process is left
-            os.kill(pid, signal.SIGKILL)
+    """Kill `root`, unless it is this process, and all below it. A later process with the same number has another
+    parent, or a later descriptor."""
+    family = {root, *below(root, children)}
+    for pid in family - {os.getpid()}:
+        with suppress(OSError):  # it has ended, or is another user's
+            held = os.pidfd_open(pid)
+            try:
+                if state_and_parent(pid)[1] in {os.getpid(), *family}:
+                    signal.pidfd_send_signal(held, signal.SIGKILL)
+            finally:
+                os.close(held)
 
 
 def children_of_all() -> dict[int, list[int]]:

@@ -94,3 +94,13 @@ def test_a_process_that_may_not_be_signalled_is_left(monkeypatch: pytest.MonkeyP
                 assert found
             kill_below(root, children_of_all())
         assert state_and_parent(root)[0]
+
+
+def test_a_process_that_has_got_the_number_of_one_that_ended_is_not_killed() -> None:
+    """The table is read for milliseconds. In a container numbers come back after 32,768 processes."""
+    with running(SLEEPS) as mine, running(TREE) as other:
+        stranger = sleeper_of(other)
+        kill_below(mine, {mine: [stranger]})
+        until(lambda: state_and_parent(mine)[0] == "Z")
+        time.sleep(0.1)
+        assert state_and_parent(stranger)[0] not in "Z"
