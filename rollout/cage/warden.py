@@ -52,9 +52,9 @@ DUMP_S, BLOCKED_S, DUMP_LOOK_S = 5.0, 0.5, 0.02
 and nobody limits its memory meanwhile."""
 KILLED, TOO_MANY_PROCESSES = "its process was killed", "started too many processes; all of them were killed"
 
-DEADLINE, CURRENT, STARTED, APART = range(4)
+DEADLINE, CURRENT, STARTED, APART, STOPPED = range(5)
 """Indices in CallState: deadline in `time.monotonic()` (0: no call), the call whose code runs, calls started, whether
-episodes run apart."""
+episodes run apart, seconds for which warden and worker were stopped."""
 
 
 class CallState:
@@ -117,8 +117,10 @@ class Warden:
         wait_s = max(0.0, until - began)
         ready = {fd for fd, _ in self._poll.poll(wait_s * 1000)}
         stopped_s = time.monotonic() - began - wait_s
-        if stopped_s > STOPPED_S and self.state[DEADLINE]:
-            self.state[DEADLINE] += stopped_s
+        if stopped_s > STOPPED_S:
+            self.state[STOPPED] += stopped_s
+            if self.state[DEADLINE]:
+                self.state[DEADLINE] += stopped_s
         return ready
 
     def _answer(self) -> tuple[str, str] | None:

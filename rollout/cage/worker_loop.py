@@ -27,13 +27,15 @@ from configs.plain_text import print_visible
 from rollout.cage import CagedFunction
 from rollout.cage.failure_text import describe_error, describe_load_error, exception_text, one_line
 from rollout.cage.frames import encode, unpacker
-from rollout.cage.warden import APART, CURRENT, DEADLINE, DUMP_SIGNAL, STARTED, CallState
+from rollout.cage.warden import APART, CURRENT, DEADLINE, DUMP_SIGNAL, STARTED, STOPPED, STOPPED_S, CallState
 from rollout.errors import ChatRefused, EngineError, first_error
 
 AHEAD_S, MOST_AHEAD = 0.005, 8
 """Waking two processes would cost more than a short call."""
 FAILED_CALL_S = 1.0
 """Most time that a failed `generate` costs an episode, so refused calls cannot go on for ever."""
+TOLD_S = 0.5
+"""Time for the warden to note a stop of both."""
 _number: ContextVar[int] = ContextVar("number", default=0)
 
 
@@ -110,18 +112,32 @@ def leave_fork(home: int) -> None:
 class RunningEpisode:
     """One episode. `left_s`: its time left outside of `generate`."""
 
-    def __init__(self, number: int, left_s: float, expire: Callable[["RunningEpisode"], None]) -> None:
+    def __init__(
+        self, number: int, left_s: float, expire: Callable[["RunningEpisode"], None], state: CallState
+    ) -> None:
         self.number, self.left_s, self.expire, self.answered, self.generating = number, left_s, expire, False, 0
-        self.loop = asyncio.get_running_loop()
+        self.loop, self.state = asyncio.get_running_loop(), state
         self.task: asyncio.Task[None]
         self.run_clock()
 
     def run_clock(self) -> None:
-        self.since = self.loop.time()
-        self.timer = self.loop.call_later(max(0.0, self.left_s), self.expire, self)
+        self.since, self.stopped_before, self.late = self.loop.time(), self.state[STOPPED], False
+        self.timer = self.loop.call_later(max(0.0, self.left_s), self.ring)
+
+    def ring(self) -> None:
+        """A timer that rings late was blocked by users' code, or worker and warden were stopped: the warden knows."""
+        over_s = self.used_s() - self.left_s
+        if over_s < 0 or (over_s > STOPPED_S and not self.late):
+            self.late = over_s > 0
+            self.timer = self.loop.call_later(TOLD_S if self.late else -over_s, self.ring)
+        else:
+            self.expire(self)
+
+    def used_s(self) -> float:
+        return self.loop.time() - self.since - (self.state[STOPPED] - self.stopped_before)
 
     def stop_clock(self) -> None:
-        self.left_s -= self.loop.time() - self.since
+        self.left_s -= self.used_s()
         self.timer.cancel()
 
 
@@ -169,7 +185,7 @@ class EpisodeServer:
     def _start(self, number: int, arguments: list[Any]) -> None:
         self.state[STARTED] += 1
         left_s = self.function.timeout_s if getattr(self.play, "timed", True) else inf  # else the server has the clock
-        episode = self.episodes[number] = RunningEpisode(number, left_s, self._expire)
+        episode = self.episodes[number] = RunningEpisode(number, left_s, self._expire, self.state)
         context = copy_context()
         context.run(_number.set, number)
         episode.task = self.loop.create_task(self._play(episode, arguments), context=context)

@@ -4,15 +4,16 @@ worker that will not show them delay nothing. A call that ends meanwhile costs t
 import os
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
-from rollout.cage import CagedFunction
+from rollout.cage import CagedFunction, worker_loop
 from rollout.cage import warden as wardens
-from rollout.cage.warden import DEADLINE, DUMP_SIGNAL, CallState, Warden
+from rollout.cage.warden import DEADLINE, DUMP_SIGNAL, STOPPED, CallState, Warden
+from rollout.cage.worker_loop import RunningEpisode
 
 
 class SlowPoll:
@@ -87,3 +88,43 @@ class LateWarden(Warden):
 @pytest.mark.parametrize(("left_s", "ends"), [(60.0, False), (0.0, False), (-0.1, True)])
 def test_a_call_that_ends_while_its_stacks_are_shown_does_not_end_the_next_one(left_s: float, ends: bool) -> None:
     assert (LateWarden(left_s)._judge() is not None) == ends
+
+
+class LateLoop:
+    """Stands for the worker's event loop, whose timers ring when `ring` is called."""
+
+    now = 1000.0
+
+    def time(self) -> float:
+        return self.now
+
+    def call_later(self, delay_s: float, ring: Callable[[], None]) -> None:
+        self._due, self._ring = self.now + delay_s, ring
+
+    def ring(self, late_s: float) -> None:
+        self.now = self._due + late_s
+        self._ring()
+
+
+@pytest.mark.parametrize(("late_s", "stopped_s", "rings"), [(0.0, 0.0, 1), (60.0, 0.0, 2), (60.0, 62.0, 3)])
+def test_a_stop_of_all_puts_the_end_of_an_episode_off_and_a_blocked_loop_does_not(
+    late_s: float, stopped_s: float, rings: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The warden notes a stop after the timer has rung."""
+    loop, state, ended = LateLoop(), CallState(), list[RunningEpisode]()
+    monkeypatch.setattr(worker_loop, "asyncio", SimpleNamespace(get_running_loop=lambda: loop))
+    RunningEpisode(1, 3.0, ended.append, state)
+    for ring in range(rings):
+        assert not ended
+        loop.ring(0.0 if ring else late_s)
+        state[STOPPED] = stopped_s
+    assert len(ended) == 1
+
+
+def test_a_warden_notes_for_how_long_all_was_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    slow = SlowPoll(60.0)
+    monkeypatch.setattr(wardens, "time", SimpleNamespace(monotonic=slow.monotonic))
+    warden: Any = object.__new__(Warden)
+    warden._poll, warden.state = slow, CallState()
+    warden._wait(slow.now + 0.05)
+    assert warden.state[STOPPED] == pytest.approx(60.0)
