@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 from rollout.cage.apart import close_all_but
 from rollout.cage.failure_text import exception_text, one_line
 from rollout.cage.frames import encode, unpacker
+from rollout.cage.warden import STOPPED_S
 from rollout.errors import RewardError
 
 GAVE_UP = "gave_up"
@@ -40,7 +41,7 @@ class JudgeLimits:
 
 LIMITS = JudgeLimits()
 TRIES = 2
-"""The first process may have been killed from outside."""
+"""The first process may have been killed, or with this one been stopped, from outside."""
 
 
 class GaveUpError(Exception):
@@ -63,12 +64,15 @@ class AnswerJudge:
 
     def __call__(self, *arguments: Any) -> Any:
         with self._lock:
-            for _ in range(TRIES):
+            for tries_left in reversed(range(TRIES)):
                 self._number += 1
+                reply, began = None, time.monotonic()
                 try:
                     reply = self._ask(encode([self._number, LIMITS.processor_s, LIMITS.memory_bytes, arguments]))
                 except TimeoutError:
-                    self._judge_late()
+                    was_stopped = time.monotonic() - began > LIMITS.clock_s + STOPPED_S
+                    if not (was_stopped and tries_left):
+                        self._judge_late()
                 if reply is not None:
                     break
                 if self._end() == -signal.SIGPROF:

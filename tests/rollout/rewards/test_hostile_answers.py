@@ -1,11 +1,14 @@
 """An answer is judged even if it breaks the code that reads it; an unreadable ground truth is an error."""
 
+import itertools
 import json
 import math
 import os
 import signal
 import time
 from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,7 +16,7 @@ from configs.schema import RewardConfig
 from rollout.cage.failure_text import describe_error
 from rollout.cage.frames import encode
 from rollout.errors import RewardError, TruthError
-from rollout.rewards import load_reward
+from rollout.rewards import answer_judge, load_reward
 from rollout.rewards.answer_judge import LIMITS, AnswerJudge, GaveUpError, JudgeLimits
 from rollout.rewards.convention import Answer, Score
 from rollout.rewards.math import _judge, compute_score, digits_of_power, hopeless
@@ -235,6 +238,23 @@ def test_a_busy_machine_is_an_error_not_a_wrong_answer(judge: AnswerJudge, monke
     monkeypatch.setattr(LIMITS, "clock_s", 0.05)
     with pytest.raises(RewardError, match=r"an answer is not judged: it got .* s of processor time in 0.05 s"):
         judge("__import__('time').sleep(5)")
+
+
+def test_a_stop_of_the_container_costs_no_answer_its_judgement(
+    judge: AnswerJudge, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """The caller's wait ends late, and its process has had no time either."""
+    monkeypatch.setattr(LIMITS, "clock_s", 3.0)
+    moments = itertools.chain([0.0, 60.0], itertools.repeat(0.0))
+    clock = SimpleNamespace(monotonic=lambda: next(moments), clock_gettime=time.clock_gettime)
+    monkeypatch.setattr(answer_judge, "time", clock)
+    file = str(tmp_path / "stopped")
+    first = f"(open({file!r}, 'w').close(), __import__('time').sleep(60))"
+    assert judge(f"__import__('os').path.exists({file!r}) or {first}") is True
+    moments = itertools.cycle([0.0, 60.0])
+    monkeypatch.setattr(LIMITS, "clock_s", 0.05)
+    with pytest.raises(RewardError, match="an answer is not judged"):
+        judge("__import__('time').sleep(60)")
 
 
 def test_a_pattern_that_backtracks_for_ever_gives_the_lower_reward():
