@@ -153,8 +153,8 @@ def read_all(config: Config) -> tuple[Demonstrations, dict[str, Demonstrations]]
     finally:
         reader.close()
     train = found.pop("train")
-    if reader.prompts.form and train.images is None:
-        log.info("data.train: no row has images; model.text_alone: true saves the tower's memory and time")
+    if reader.prompts.form and all(data.images is None for data in (train, *found.values())):
+        log.info("no row has images; model.text_alone: true saves the tower's memory and time")
     return train, {name.removeprefix("eval."): data for name, data in found.items()}
 
 
