@@ -1,6 +1,9 @@
 """Demonstrations with images: the tokens that they become, losses equal to those of transformers, and refusals."""
 
-from collections.abc import Sequence
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -12,6 +15,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
+from buffer.data.image_rows import ImageUnavailable
 from buffer.data.images import ImageFormat, decode
 from configs.load import ConfigError
 from configs.schema import Config
@@ -232,6 +236,14 @@ def test_a_row_whose_images_cannot_be_trained_is_named(tmp_path: Path, mesh, row
     assert line.startswith("data.train ") and why.format(seen=seen) in line
 
 
+def test_an_image_in_a_column_of_another_name_is_not_left_out_in_silence(tmp_path: Path, mesh) -> None:
+    rows = [{"problem": "<image>which?", "answer": "red", "image": "0-0.png"}]
+    line = refused(config_of(tmp_path, rows=rows))
+    assert "line 1: the row has a column image, and images are read from a list in the column images; write" in line
+    alone = config_of(tmp_path, rows=rows, model={"path": str(tmp_path / "model"), "text_alone": True})
+    assert read(alone).images is None, "other columns are left alone where the model sees nothing"
+
+
 def test_a_long_row_may_be_shortened_by_smaller_images(tmp_path: Path, mesh) -> None:
     seen = seeing_demonstrations(tmp_path / "seen", 1)
     (tmp_path / "seen" / "0-0.png").write_bytes(encoded(picture(300, 300)))
@@ -288,6 +300,42 @@ def test_an_image_that_changes_ends_the_run_by_name(tmp_path: Path, mesh, change
         steps.step(policy, 0)
     line = str(raised.value)
     assert line.startswith(f"data.train {config.data.train}: line 1: image 0 of the row: {why}") and "\n" not in line
+
+
+@contextmanager
+def away(file: Path, for_s: float) -> Iterator[None]:
+    """Opening `file` fails, but not because nothing is there."""
+    kept = file.with_suffix(".kept")
+    file.rename(kept)
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(file))
+        back = threading.Timer(for_s, kept.replace, [file])
+        back.start()
+        try:
+            yield
+        finally:
+            back.cancel()
+            back.join()
+
+
+def test_a_read_waits_for_a_file_share_that_is_away(tmp_path: Path, mesh) -> None:
+    data = read(config_of(tmp_path))
+    assert data.images is not None
+    with away(tmp_path / "seen" / "0-0.png", for_s=0.2):
+        ((seen,),) = data.images.open([data.rows[0][0].images])
+    assert seen.picture.digest == data.rows[0][0].images[0].picture.digest
+
+
+def test_a_file_share_that_stays_away_ends_the_run_by_name(tmp_path: Path, mesh) -> None:
+    """After half of `learner.timeout_s`, at the start and in training."""
+    data = read(config_of(tmp_path, learner={"timeout_s": 0.2}))
+    assert data.images is not None
+    problem = "0-0.png: No such device or address; bring the image back"
+    with away(tmp_path / "seen" / "0-0.png", for_s=600):
+        with pytest.raises(ImageUnavailable, match=problem):
+            list(data.images.of_row(0)["images"])
+        with pytest.raises(ImageChanged, match=f"line 1: image 0 of the row: .*{problem}"):
+            data.images.open([data.rows[0][0].images])
 
 
 def test_all_ranks_end_where_one_lacks_an_image(tmp_path: Path, mesh, monkeypatch: pytest.MonkeyPatch) -> None:
