@@ -1,12 +1,13 @@
 """Demonstrations with images: the tokens that they become, losses equal to those of transformers, and refusals."""
 
+import gc
 import socket
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -21,13 +22,14 @@ from configs.load import ConfigError
 from configs.schema import Config
 from learner.certify.images import given_images
 from learner.model.memory import budget_in
+from learner.model.towers import PackedImages
 from learner.sft.answer_loss import AnswerSteps, HeldOut
 from learner.sft.answers import AnswerReader, TrainedText
 from learner.sft.beside import Beside
 from learner.sft.command import fitted, known
 from learner.sft.demonstrations import Demonstrations, read_demonstrations
 from learner.sft.packing import cut, microbatches
-from learner.sft.row_images import ImageChanged
+from learner.sft.row_images import DemonstratedImages, ImageChanged
 from learner.train import collectives
 from learner.train.optimizer import Optimizer
 from learner.train.pictures import num_patches
@@ -191,6 +193,29 @@ def test_microbatches_count_tokens_and_patches_of_images(tmp_path: Path, mesh) -
         for chosen in cut(texts, rank, 2, 64):
             tokens, patches = sum(len(text.tokens) for text in chosen), sum(num_patches(text.images) for text in chosen)
             assert len(chosen) == 1 or (tokens <= 64 and patches <= 128)
+
+
+def test_pixels_of_few_microbatches_are_in_memory(tmp_path: Path, mesh) -> None:
+    """Those of a whole batch would be gigabytes: unlike samples, rows of a batch share no images."""
+    config = config_of(tmp_path)
+    data, policy = read(config), policy_of(config.model, mesh)
+    steps, alive = AnswerSteps(data, Optimizer(policy, LEARNER, 10), 16, len(data)), list[int]()
+
+    def count() -> int:
+        return sum(type(one) is PackedImages for one in gc.get_objects())
+
+    class NotedImages(NamedTuple):
+        images: DemonstratedImages
+
+        def open(self, texts: Any) -> Any:
+            alive.append(count())
+            return self.images.open(texts)
+
+    assert data.images is not None
+    data.images, before = NotedImages(data.images), count()  # type: ignore[assignment]
+    stats = steps.step(policy, 0)
+    assert len(alive) == stats["microbatches"] > 6
+    assert max(alive) - before <= 3, "of this microbatch, of the one before, and a blank image"
 
 
 def test_the_memory_estimate_counts_the_images_of_the_largest_row(tmp_path: Path, mesh) -> None:
