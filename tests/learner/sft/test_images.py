@@ -23,6 +23,7 @@ from configs.schema import Config
 from learner.certify.images import given_images
 from learner.model.memory import budget_in
 from learner.model.towers import PackedImages
+from learner.model.vision import PATCHES_PER_TOKEN
 from learner.sft.answer_loss import AnswerSteps, HeldOut
 from learner.sft.answers import AnswerReader, TrainedText
 from learner.sft.beside import Beside
@@ -225,6 +226,18 @@ def test_the_memory_estimate_counts_the_images_of_the_largest_row(tmp_path: Path
     assert patches == train.patches > held_out.patches and fitting.sft.max_tokens == train.longest
     with pytest.raises(ConfigError, match=f"and {patches} patches of images takes .*lower data.max_pixels"):
         budget_in(fitting, 2**20, 1, False, 0, patches)
+
+
+def test_a_gpu_with_room_takes_a_batch_as_one_microbatch(tmp_path: Path, mesh) -> None:
+    """Though images have more patches than a microbatch has for each of their tokens."""
+    rows = seeing_demonstrations(tmp_path / "seen", 1)
+    (tmp_path / "seen" / "0-0.png").write_bytes(encoded(picture(300, 300)))
+    config = config_of(tmp_path, rows=rows, sft={"rows": 12}, data={"max_pixels": 64 * 32**2})
+    data = read(config)
+    fitting, patches = fitted(config, torch.device("cpu"), mesh, data, {})
+    assert patches > PATCHES_PER_TOKEN * data.longest
+    _, budget = budget_in(fitting, 2**37, 1, False, 0, patches)
+    assert len(cut(data.drawn(0, 12), 0, 1, budget)) == 1
 
 
 ROW = {"problem": "<image>which?", "answer": "red", "images": ["0-0.png"]}
