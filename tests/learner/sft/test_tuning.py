@@ -305,7 +305,9 @@ def test_a_run_goes_on_only_with_the_data_it_was_trained_on(tmp_path: Path, fork
     jsonl(tmp_path / "train.jsonl", demonstrations()[::-1])
     errors = done(fork([*words, "--run.versions=4"]), code=2)
     folder = tmp_path / "run" / "checkpoints" / "v000002"
-    assert f"data.train: the demonstrations in tokens are not those with which {folder} was trained" in errors
+    assert (
+        f"data.train: the demonstrations, in tokens and pixels, are not those with which {folder} was trained" in errors
+    )
     jsonl(tmp_path / "train.jsonl", demonstrations())
     errors = done(fork([*words, "--sft.rows=4"]), code=2)
     assert "sft.rows: 8 -> 4; it may not change while the run goes on: undo that, or begin another run with" in errors
