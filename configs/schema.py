@@ -819,8 +819,10 @@ class Config(Section):
     @model_validator(mode="before")
     @classmethod
     def _quantised_probe(cls, given: Any) -> Any:
-        """The default of `weights.probe_tolerance` where one end multiplies in FP8."""
+        """The default of `weights.probe_tolerance` where one end multiplies in FP8. Fine-tuning sends no weights."""
         match given:
+            case {"sft": {"rows": int()}}:
+                return given
             case {"learner": {"matmul": "fp8"}, "weights": {"probe_tolerance": None, **rest}}:
                 return {**given, "weights": {**rest, "probe_tolerance": QUANTISED_PROBE_TOLERANCE}}
             case {"rollout": {"engine": {"quantization": str()}}, "weights": {"probe_tolerance": None, **rest}}:

@@ -64,7 +64,7 @@ from learner.drain import Stopping
 from learner.mesh import default_store, process_group, replica, shards
 from learner.model import flops, state
 from learner.model.lora.base import Base
-from learner.model.memory import OutOfMemory, explain_out_of_memory, gpu_memory, memory_budget
+from learner.model.memory import OutOfMemory, explain_out_of_memory, gpu_memory
 from learner.model.policy import Policy
 from learner.model.settled import keeps_reference
 from learner.record.metrics import Metrics
@@ -76,7 +76,7 @@ from learner.sft import command
 from learner.sft.beside import Beside, read_beside
 from learner.sft.row_images import ImageChanged
 from learner.sound import SoundSteps, bounds_of
-from learner.starting import choose_device, configure_process, decide_gather, decide_speed, image_format
+from learner.starting import choose_device, configure_process, decide_budget, decide_gather, decide_speed, image_format
 from learner.train import collectives
 from learner.train.offload_trial import check_offload
 from learner.train.optimizer import Optimizer
@@ -145,7 +145,7 @@ def train(
         patches = max_sample_patches(config, form) if form else 0
         config = decide_gather(decide_speed(config, gpu_memory(device), mesh, patches), device, mesh, patches)
         sends = copies_over(config, shards(mesh), rank)
-        expected, budget = memory_budget(config, device, shards(mesh), keeps_reference(config), sends, patches)
+        expected, budget = decide_budget(config, device, mesh, keeps_reference(config), sends, patches)
         parts.enter_context(explain_out_of_memory(expected, budget))
         beside = read_beside(config, budget)
         policy, algorithm = build(config, mesh, budget, form, beside)

@@ -276,6 +276,6 @@ def _misplaced(folder: Path, wanted: DataPosition | None) -> str | None:
     was, now = (each.kind if each else "reinforcement learning" for each in (found, wanted))
     if was != now or wanted is None:
         return f"run.name: {folder} is a checkpoint of {was}, and this run is {now}; choose another run.name"
-    what = f"the demonstrations in tokens are not those with which {folder} was trained"
+    what = f"the demonstrations, in tokens and pixels, are not those with which {folder} was trained"
     key = "data.demonstrations" if wanted.beside else "data.train"
-    return f"{key}: {what}; give back data, tokenizer and chat template as they were, or begin another run"
+    return f"{key}: {what}; give back data, images, tokenizer and chat template as they were, or begin another run"

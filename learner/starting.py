@@ -17,7 +17,7 @@ from configs.schema import Config
 from learner.mesh import ranks_of_node, shards
 from learner.model import attention, float8, loading, speed, state
 from learner.model.experts.mixture import check_experts
-from learner.model.memory import choose_gather, gpu_memory, least_microbatch
+from learner.model.memory import Estimate, choose_gather, gpu_memory, least_microbatch, memory_budget
 from learner.model.settled import keeps_reference
 from learner.train import collectives
 
@@ -96,3 +96,16 @@ def decide_gather(config: Config, device: torch.device, mesh: DeviceMesh, patche
         log.info("learner.gather: pass, as another rank has no room for batch")
     gather = "pass" if apart else "batch"
     return config.model_copy(update={"learner": own.model_copy(update={"gather": gather})})
+
+
+def decide_budget(
+    config: Config, device: torch.device, mesh: DeviceMesh, reference: bool, sends: int, patches: int
+) -> tuple[Estimate, int]:
+    """Estimate this rank's memory, and decide the tokens of every rank's microbatches: as many as all have room for.
+    Raises ConfigError. A collective."""
+    expected, own = memory_budget(config, device, shards(mesh), reference, sends, patches)
+    (least,) = collectives.all_reduce_max(-own)
+    budget = int(-least)
+    if budget < own:
+        log.info("%d tokens per microbatch: the GPU of another rank has room for no more", budget)
+    return expected, budget

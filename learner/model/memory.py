@@ -103,10 +103,10 @@ def gpu_memory(device: torch.device) -> int | None:
     return min(total, free + torch.cuda.memory_reserved(device))
 
 
-def share_of_batch(config: Config) -> int:
-    """The most tokens of a rank's part of a batch."""
+def share_of_batch(config: Config, patches: int = 0) -> int:
+    """The most tokens of a microbatch that a rank's part of a batch takes, each sample with `patches` at most."""
     samples = config.sft.rows or config.batch.groups * config.batch.samples
-    return -(-samples // parts_of(config.learner)) * max_sample_tokens(config)
+    return -(-samples // parts_of(config.learner)) * max(max_sample_tokens(config), -(-patches // PATCHES_PER_TOKEN))
 
 
 def least_microbatch(config: Config, patches: int = 0) -> int:
@@ -164,7 +164,7 @@ def budget_in(
     """
     wanted, least = config.learner.tokens_per_microbatch, least_microbatch(config, patches)
     sizes = config.model, config.learner, shards, reference, sends, keeps_critic(config)
-    expected, share = estimate(*sizes), share_of_batch(config)
+    expected, share = estimate(*sizes), share_of_batch(config, patches)
     if available is not None and not (keeps_critic(config) or patches or config.data.demonstrations):
         single = estimate(*sizes, alone=True)
         room = single.fit(int(SHARE * available)) if wanted == "auto" else wanted

@@ -1,7 +1,7 @@
 """Fine-tuning's step and held-out loss: the mean of -log p over trained tokens. Methods are collectives."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -9,9 +9,11 @@ from torch import Tensor
 
 from buffer.wire.protocol import EvaluationResult
 from learner.model.experts.mixture import load_metrics
+from learner.model.microbatch import Microbatch
 from learner.model.policy import Policy
+from learner.sft.answers import TrainedText
 from learner.sft.demonstrations import Demonstrations
-from learner.sft.packing import microbatches, num_trained
+from learner.sft.packing import microbatches, num_trained, own_cut, rows_of
 from learner.train import collectives
 from learner.train.optimizer import Optimizer
 from learner.train.pictures import tower_work
@@ -34,11 +36,13 @@ class AnswerSteps:
         position = version * self.rows
         texts = self.data.drawn(position, self.rows)
         tokens, trained = [len(text.tokens) for text in texts], num_trained(texts)
-        packed = list(microbatches(policy, texts, self.data.images, self.budget))
-        placed = [policy.place(microbatch) for microbatch in packed]
+        cuts, own = own_cut(policy, texts, self.budget), dict[str, float]()
+        placed: Iterable[Microbatch] = self._placed(policy, cuts, own)
+        if self.data.images is None:
+            placed = list(placed)  # all now: copies block
         backward_began = time.perf_counter()
-        total, tally = self._backward(policy, placed, trained)
-        seen = _summed(tower_work(packed, policy.costs.tower))
+        total, tally = self._backward(policy, placed, len(cuts), trained)
+        seen = _summed(own)
         update_began = time.perf_counter()
         metrics = {"loss": float(total) / trained} | self.optimizer.update(version)
         self.skipped.note_supervised(version + 1, metrics)
@@ -50,15 +54,27 @@ class AnswerSteps:
             "tokens": float(sum(tokens)),
             "tokens_trained": float(trained),
             "tokens_computed": float(sum(tokens)),
-            "tokens_microbatch_max": float(max(len(each.tokens) for each in packed)),
-            "microbatches": float(len(packed)),
+            "tokens_microbatch_max": float(max(sum(len(text.tokens) for text in chosen) for chosen in cuts)),
+            "microbatches": float(len(cuts)),
             "flops": policy.costs.total(sum(tokens), trained, squares) + seen.pop("tower", 0.0),
             "time/pack_s": backward_began - began,
             "time/backward_s": update_began - backward_began,
             "time/update_s": time.perf_counter() - update_began,
         } | seen  # fmt: skip
 
-    def _backward(self, policy: Policy, placed: list, trained: int) -> tuple[Tensor, Tensor | None]:
+    def _placed(
+        self, policy: Policy, cuts: Sequence[Sequence[TrainedText]], seen: dict[str, float]
+    ) -> Iterator[Microbatch]:
+        """Microbatches on the policy's device, each made when it is asked for, so that no batch of pixels is in memory.
+        Adds what the tower encodes to `seen`."""
+        for row in rows_of(cuts, self.data.images):
+            for name, number in tower_work([row], policy.costs.tower).items():
+                seen[name] = seen.get(name, 0.0) + number
+            yield policy.place(row)
+
+    def _backward(
+        self, policy: Policy, placed: Iterable[Microbatch], number: int, trained: int
+    ) -> tuple[Tensor, Tensor | None]:
         """The sum of -log p over all ranks, [] float64, and the tally of this rank's routers."""
 
         def chunk_loss(logprobs: Tensor, entropy: Tensor, chunk: slice) -> Tensor:
@@ -66,8 +82,8 @@ class AnswerSteps:
 
         total, tally = torch.zeros((), dtype=torch.float64, device=policy.device), None
         with policy.gathering.held():
-            for microbatch in placed:
-                policy.gathering.reduce_after_next(last=microbatch is placed[-1])
+            for index, microbatch in enumerate(placed, 1):
+                policy.gathering.reduce_after_next(last=index == number)
                 logprobs, _, loss = policy(microbatch, loss=chunk_loss)
                 (loss * dist.get_world_size()).backward()  # FSDP averages over ranks, but the loss is a sum
                 total -= logprobs.double().sum()

@@ -33,7 +33,7 @@ from learner.checkpoint import Checkpoints, NoDiskSpace
 from learner.drain import Stopping
 from learner.mesh import process_group, shards
 from learner.model import flops, loading
-from learner.model.memory import OutOfMemory, explain_out_of_memory, gpu_memory, memory_budget
+from learner.model.memory import OutOfMemory, explain_out_of_memory, gpu_memory
 from learner.model.policy import Policy
 from learner.record.metrics import Metrics
 from learner.record.trackers import Tracker
@@ -43,7 +43,7 @@ from learner.sft.answer_loss import AnswerSteps, HeldOut
 from learner.sft.answers import reader_of
 from learner.sft.demonstrations import Demonstrations, read_demonstrations
 from learner.sft.row_images import ImageChanged
-from learner.starting import choose_device, configure_process, decide_gather, decide_speed, image_format
+from learner.starting import choose_device, configure_process, decide_budget, decide_gather, decide_speed, image_format
 from learner.train.offload_trial import check_offload
 from learner.train.optimizer import Optimizer
 from learner.train.skipped import StepsSkipped
@@ -116,7 +116,7 @@ def tune(given: Config, config: Config, device: torch.device) -> None:
         data, held_out = read_all(config)
         check_offload(config.learner, mesh, device)
         config, patches = fitted(config, device, mesh, data, held_out)
-        expected, budget = memory_budget(config, device, shards(mesh), False, False, patches)
+        expected, budget = decide_budget(config, device, mesh, False, 0, patches)
         parts.enter_context(explain_out_of_memory(expected, budget))
         if rank == 0:
             write(given, path / "config.yaml")
@@ -153,8 +153,8 @@ def read_all(config: Config) -> tuple[Demonstrations, dict[str, Demonstrations]]
     finally:
         reader.close()
     train = found.pop("train")
-    if reader.prompts.form and train.images is None:
-        log.info("data.train: no row has images; model.text_alone: true saves the tower's memory and time")
+    if reader.prompts.form and all(data.images is None for data in (train, *found.values())):
+        log.info("no row has images; model.text_alone: true saves the tower's memory and time")
     return train, {name.removeprefix("eval."): data for name, data in found.items()}
 
 

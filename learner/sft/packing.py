@@ -18,8 +18,18 @@ def microbatches(
     policy: Policy, texts: Sequence[TrainedText], images: DemonstratedImages | None, budget: int
 ) -> Iterator[Microbatch]:
     """This rank's rows of `texts`, on the CPU. With images a collective, which raises ImageChanged."""
+    return rows_of(own_cut(policy, texts, budget), images)
+
+
+def own_cut(policy: Policy, texts: Sequence[TrainedText], budget: int) -> list[list[TrainedText]]:
+    """The texts of each of this rank's microbatches."""
     costs = policy.costs.quadratic, policy.costs.patch_cost
-    for chosen in cut(texts, dist.get_rank(), dist.get_world_size(), budget, *costs):
+    return cut(texts, dist.get_rank(), dist.get_world_size(), budget, *costs)
+
+
+def rows_of(cuts: Sequence[Sequence[TrainedText]], images: DemonstratedImages | None) -> Iterator[Microbatch]:
+    """A row for each of `cuts`. Images are decoded when their row is asked for, as a collective."""
+    for chosen in cuts:
         yield laid_out(chosen, images.open([text.images for text in chosen]) if images else ())
 
 

@@ -1,11 +1,13 @@
 """The images of demonstrations. All ranks hold where they are in the texts; the pixels are decoded when they are
-trained, and their digests compared with those at the start."""
+trained, and their digests compared with those at the start. A read waits for a file share that is away."""
 
-from collections.abc import Sequence
+import logging
+import time
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
-from buffer.data.image_rows import IMAGES, ImageRows, JoinedImages
+from buffer.data.image_rows import IMAGES, ImageFiles, ImageRows, ImageUnavailable, JoinedImages
 from buffer.data.images import ImageError, ImageFormat, Picture, SeenImage, decode
 from buffer.data.parts import JoinedRows
 from buffer.problems import demonstrated_images
@@ -13,6 +15,12 @@ from configs.schema import Config
 from learner.model.vision import Grid
 from learner.train import collectives
 from learner.train.pictures import THREADS
+
+log = logging.getLogger(__name__)
+AWAY_S = 1.0
+"""Until a read that failed because a file share is away is tried again."""
+SHARE = 0.5
+"""Of `learner.timeout_s`, for which a file share may be away: other ranks wait in a collective meanwhile."""
 
 
 class ImageChanged(RuntimeError):
@@ -37,22 +45,47 @@ class ReadImage(NamedTuple):
     picture: ReadPicture
 
 
-class DemonstratedImages:
-    """The image files of a source's rows."""
+class Patience:
+    """How long reads have failed because a file share is away. Threads share it."""
 
-    def __init__(self, rows: JoinedRows, files: ImageRows | JoinedImages, form: ImageFormat) -> None:
-        self._rows, self._files, self._form = rows, files, form
+    def __init__(self, longest_s: float) -> None:
+        self._longest_s = longest_s
+        self._since: float | None = None
+
+    def read(self, files: ImageFiles, number: int) -> bytes:
+        """Image `number` of a row. Raises ImageError, and ImageUnavailable once its file share was away for long."""
+        while True:
+            try:
+                data = files[number]
+            except ImageUnavailable as error:
+                now = time.monotonic()
+                if self._since is None:
+                    self._since = now
+                    log.warning("images cannot be read now, and are tried again: %s", error)
+                if now - self._since >= self._longest_s:
+                    raise
+                time.sleep(min(AWAY_S, self._longest_s))
+            else:
+                self._since = None
+                return data
+
+
+class DemonstratedImages:
+    """The image files of a source's rows. `away_s`: the longest wait for their file share."""
+
+    def __init__(self, rows: JoinedRows, files: ImageRows | JoinedImages, form: ImageFormat, away_s: float) -> None:
+        self._rows, self._files, self._form, self._patience = rows, files, form, Patience(away_s)
 
     @classmethod
     def of(cls, config: Config, where: str, rows: JoinedRows) -> "DemonstratedImages | None":
         """None if no row has images. Raises ConfigError for a model that is not trained with images."""
         found = demonstrated_images(config, where, rows)
-        return cls(rows, *found) if found else None
+        return cls(rows, *found, SHARE * config.learner.timeout_s) if found else None
 
-    def of_row(self, row: int) -> dict[str, Sequence[bytes]]:
-        """The column of images, if the row has some."""
-        found = self._files.of(row)
-        return {IMAGES: found} if found else {}
+    def of_row(self, row: int) -> dict[str, Iterator[bytes]]:
+        """The column of images, if the row has some. Each is read when it is asked for."""
+        files = self._files.of(row)
+        return {IMAGES: (self._patience.read(files, number) for number in range(len(files)))} if files else {}
 
     def open(self, texts: Sequence[Sequence[ReadImage]]) -> list[list[SeenImage]]:
         """Decode the images of texts, each picture once. A collective. Raises ImageChanged, on all ranks."""
@@ -72,7 +105,7 @@ class DemonstratedImages:
         files = self._files.of(read.row)
         assert files is not None, "the row had images when it was read"
         try:
-            picture = decode(files[read.number], self._form)
+            picture = decode(self._patience.read(files, read.number), self._form)
         except ImageError as error:
             raise ImageChanged(f"{place}: {error}") from None
         if picture.digest != read.digest:

@@ -33,6 +33,15 @@ def test_a_short_file_is_enough_and_reads_back_as_it_was(tmp_path: Path) -> None
     assert again == given and changes(settings(given), again) == []
 
 
+def test_products_in_fp8_set_no_key_that_has_no_effect(tmp_path: Path) -> None:
+    """weights.probe_tolerance has another default beside `learner.matmul: fp8`."""
+    given = config("learner.matmul=fp8")
+    check_sft(given, files=())
+    write(given, tmp_path / "config.yaml")
+    check_sft(load([str(tmp_path / "config.yaml")]), files=())
+    assert refused("learner.matmul=fp8", "weights.probe_tolerance=1")[0] == f"weights.probe_tolerance: {NO_EFFECT}"
+
+
 def test_reinforcement_learning_needs_a_reward_as_before() -> None:
     with pytest.raises(ConfigError, match=r"^reward\.function: missing; set it, e\.g\. reward\.function: countdown$"):
         load(NEEDED[:2])

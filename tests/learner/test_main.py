@@ -112,7 +112,7 @@ def test_demonstrations_are_trained_beside_the_batches_and_may_not_change(tmp_pa
     records = read(tmp_path / "run" / "metrics.jsonl")
     assert [record["demonstrations/rows"] for record in records] == [2, 2]
     assert [record["demonstrations/epoch"] for record in records] == [0.4, 0.8]
-    assert "data.demonstrations: the demonstrations in tokens are not those with which" in errors
+    assert "data.demonstrations: the demonstrations, in tokens and pixels, are not those with which" in errors
 
 
 @pytest.mark.xdist_group("ranks")

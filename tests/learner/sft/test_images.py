@@ -1,9 +1,13 @@
 """Demonstrations with images: the tokens that they become, losses equal to those of transformers, and refusals."""
 
-from collections.abc import Sequence
+import gc
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -12,18 +16,21 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
+from buffer.data.image_rows import ImageUnavailable
 from buffer.data.images import ImageFormat, decode
 from configs.load import ConfigError
 from configs.schema import Config
 from learner.certify.images import given_images
 from learner.model.memory import budget_in
+from learner.model.towers import PackedImages
+from learner.model.vision import PATCHES_PER_TOKEN
 from learner.sft.answer_loss import AnswerSteps, HeldOut
 from learner.sft.answers import AnswerReader, TrainedText
 from learner.sft.beside import Beside
 from learner.sft.command import fitted, known
 from learner.sft.demonstrations import Demonstrations, read_demonstrations
 from learner.sft.packing import cut, microbatches
-from learner.sft.row_images import ImageChanged
+from learner.sft.row_images import DemonstratedImages, ImageChanged
 from learner.train import collectives
 from learner.train.optimizer import Optimizer
 from learner.train.pictures import num_patches
@@ -189,6 +196,29 @@ def test_microbatches_count_tokens_and_patches_of_images(tmp_path: Path, mesh) -
             assert len(chosen) == 1 or (tokens <= 64 and patches <= 128)
 
 
+def test_pixels_of_few_microbatches_are_in_memory(tmp_path: Path, mesh) -> None:
+    """Those of a whole batch would be gigabytes: unlike samples, rows of a batch share no images."""
+    config = config_of(tmp_path)
+    data, policy = read(config), policy_of(config.model, mesh)
+    steps, alive = AnswerSteps(data, Optimizer(policy, LEARNER, 10), 16, len(data)), list[int]()
+
+    def count() -> int:
+        return sum(type(one) is PackedImages for one in gc.get_objects())
+
+    class NotedImages(NamedTuple):
+        images: DemonstratedImages
+
+        def open(self, texts: Any) -> Any:
+            alive.append(count())
+            return self.images.open(texts)
+
+    assert data.images is not None
+    data.images, before = NotedImages(data.images), count()  # type: ignore[assignment]
+    stats = steps.step(policy, 0)
+    assert len(alive) == stats["microbatches"] > 6
+    assert max(alive) - before <= 3, "of this microbatch, of the one before, and a blank image"
+
+
 def test_the_memory_estimate_counts_the_images_of_the_largest_row(tmp_path: Path, mesh) -> None:
     config = config_of(tmp_path)
     train, held_out = read(config), read(config_of(tmp_path, rows=seeing_demonstrations(tmp_path / "seen", 1)))
@@ -196,6 +226,18 @@ def test_the_memory_estimate_counts_the_images_of_the_largest_row(tmp_path: Path
     assert patches == train.patches > held_out.patches and fitting.sft.max_tokens == train.longest
     with pytest.raises(ConfigError, match=f"and {patches} patches of images takes .*lower data.max_pixels"):
         budget_in(fitting, 2**20, 1, False, 0, patches)
+
+
+def test_a_gpu_with_room_takes_a_batch_as_one_microbatch(tmp_path: Path, mesh) -> None:
+    """Though images have more patches than a microbatch has for each of their tokens."""
+    rows = seeing_demonstrations(tmp_path / "seen", 1)
+    (tmp_path / "seen" / "0-0.png").write_bytes(encoded(picture(300, 300)))
+    config = config_of(tmp_path, rows=rows, sft={"rows": 12}, data={"max_pixels": 64 * 32**2})
+    data = read(config)
+    fitting, patches = fitted(config, torch.device("cpu"), mesh, data, {})
+    assert patches > PATCHES_PER_TOKEN * data.longest
+    _, budget = budget_in(fitting, 2**37, 1, False, 0, patches)
+    assert len(cut(data.drawn(0, 12), 0, 1, budget)) == 1
 
 
 ROW = {"problem": "<image>which?", "answer": "red", "images": ["0-0.png"]}
@@ -230,6 +272,14 @@ def test_a_row_whose_images_cannot_be_trained_is_named(tmp_path: Path, mesh, row
     (seen / "wide.png").write_bytes(encoded(picture(1, 201)))
     line = refused(config_of(tmp_path, rows=[*good, ROW | row]))
     assert line.startswith("data.train ") and why.format(seen=seen) in line
+
+
+def test_an_image_in_a_column_of_another_name_is_not_left_out_in_silence(tmp_path: Path, mesh) -> None:
+    rows = [{"problem": "<image>which?", "answer": "red", "image": "0-0.png"}]
+    line = refused(config_of(tmp_path, rows=rows))
+    assert "line 1: the row has a column image, and images are read from a list in the column images; write" in line
+    alone = config_of(tmp_path, rows=rows, model={"path": str(tmp_path / "model"), "text_alone": True})
+    assert read(alone).images is None, "other columns are left alone where the model sees nothing"
 
 
 def test_a_long_row_may_be_shortened_by_smaller_images(tmp_path: Path, mesh) -> None:
@@ -288,6 +338,42 @@ def test_an_image_that_changes_ends_the_run_by_name(tmp_path: Path, mesh, change
         steps.step(policy, 0)
     line = str(raised.value)
     assert line.startswith(f"data.train {config.data.train}: line 1: image 0 of the row: {why}") and "\n" not in line
+
+
+@contextmanager
+def away(file: Path, for_s: float) -> Iterator[None]:
+    """Opening `file` fails, but not because nothing is there."""
+    kept = file.with_suffix(".kept")
+    file.rename(kept)
+    with socket.socket(socket.AF_UNIX) as other:
+        other.bind(str(file))
+        back = threading.Timer(for_s, kept.replace, [file])
+        back.start()
+        try:
+            yield
+        finally:
+            back.cancel()
+            back.join()
+
+
+def test_a_read_waits_for_a_file_share_that_is_away(tmp_path: Path, mesh) -> None:
+    data = read(config_of(tmp_path))
+    assert data.images is not None
+    with away(tmp_path / "seen" / "0-0.png", for_s=0.2):
+        ((seen,),) = data.images.open([data.rows[0][0].images])
+    assert seen.picture.digest == data.rows[0][0].images[0].picture.digest
+
+
+def test_a_file_share_that_stays_away_ends_the_run_by_name(tmp_path: Path, mesh) -> None:
+    """After half of `learner.timeout_s`, at the start and in training."""
+    data = read(config_of(tmp_path, learner={"timeout_s": 0.2}))
+    assert data.images is not None
+    problem = "0-0.png: No such device or address; bring the image back"
+    with away(tmp_path / "seen" / "0-0.png", for_s=600):
+        with pytest.raises(ImageUnavailable, match=problem):
+            list(data.images.of_row(0)["images"])
+        with pytest.raises(ImageChanged, match=f"line 1: image 0 of the row: .*{problem}"):
+            data.images.open([data.rows[0][0].images])
 
 
 def test_all_ranks_end_where_one_lacks_an_image(tmp_path: Path, mesh, monkeypatch: pytest.MonkeyPatch) -> None:
