@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 import yaml
+from torch import nn
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
 
 from configs.load import load
 from configs.schema import Config
 from tests.harness.chatml import SPECIAL, make_tokenizer
 from tests.harness.tiny_vlm import encoded, picture
+from tests.harness.world import LEARNER
 
 END = "<|endoftext|>"
 CHATML = (
@@ -118,3 +120,12 @@ def sft_run(folder: Path, rows: Sequence[Any] | None = None, **changes: dict[str
 def sft_config(folder: Path, rows: Sequence[Any] | None = None, **changes: dict[str, Any]) -> Config:
     """The config of `sft_run`."""
     return load(sft_run(folder, rows, **changes)[1:])
+
+
+def update(model: nn.Module, adamw: torch.optim.AdamW, learning_rate: float) -> None:
+    """Clip the gradients of `model` as the learner does, and take torch's own step."""
+    nn.utils.clip_grad_norm_(model.parameters(), LEARNER.max_grad_norm)
+    for group in adamw.param_groups:
+        group["lr"] = learning_rate
+    adamw.step()
+    adamw.zero_grad()

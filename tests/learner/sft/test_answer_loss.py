@@ -12,6 +12,7 @@ from learner.sft.answers import TrainedText
 from learner.sft.demonstrations import Demonstrations, SourceRows
 from learner.train.optimizer import Optimizer
 from learner.train.skipped import MOST_SKIPPED, StepsSkipped
+from tests.harness.demonstrated import update
 from tests.harness.tiny_experts import tiny_experts
 from tests.harness.world import LEARNER, VOCABULARY, plain, policy_of, tiny_model
 
@@ -58,11 +59,7 @@ def test_losses_and_steps_are_those_of_the_model_itself(tmp_path: Path, mesh, ki
         stats = steps.step(policy, version)
         loss = mean_loss(theirs, texts)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(theirs.parameters(), LEARNER.max_grad_norm)
-        for group in adamw.param_groups:
-            group["lr"] = ours.learning_rate(version)
-        adamw.step()
-        adamw.zero_grad()
+        update(theirs, adamw, ours.learning_rate(version))
         assert stats["loss"] == pytest.approx(loss.item(), abs=2e-5)
         assert stats["microbatches"] > 1 and ("moe/router_entropy" in stats) is not dense
         if version == 0:

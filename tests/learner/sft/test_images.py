@@ -34,7 +34,7 @@ from learner.sft.row_images import DemonstratedImages, ImageChanged
 from learner.train import collectives
 from learner.train.optimizer import Optimizer
 from learner.train.pictures import num_patches
-from tests.harness.demonstrated import jsonl, seeing_demonstrations, sft_config
+from tests.harness.demonstrated import jsonl, seeing_demonstrations, sft_config, update
 from tests.harness.pictured import form_of, make_pictured, seeing_model
 from tests.harness.tiny_vlm import KINDS, encoded, picture, tiny_tokenizer
 from tests.harness.world import LEARNER, algorithm_of, gradients, policy_of
@@ -136,11 +136,7 @@ def test_losses_and_steps_are_those_of_the_model_itself(tmp_path: Path, mesh, ki
         stats = steps.step(policy, version)
         loss = own_loss(own, form, data, texts)
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(own.parameters(), LEARNER.max_grad_norm)
-        for group in adamw.param_groups:
-            group["lr"] = ours.learning_rate(version)
-        adamw.step()
-        adamw.zero_grad()
+        update(own, adamw, ours.learning_rate(version))
         assert stats["loss"] == pytest.approx(loss.item(), abs=3e-5)
         assert stats["microbatches"] > 1 and stats["images"] > 8 and stats["patches"] >= 4 * stats["images"]
         if version == 0:
@@ -197,7 +193,7 @@ def test_microbatches_count_tokens_and_patches_of_images(tmp_path: Path, mesh) -
 
 
 def test_pixels_of_few_microbatches_are_in_memory(tmp_path: Path, mesh) -> None:
-    """Those of a whole batch would be gigabytes: unlike samples, rows of a batch share no images."""
+    """Pixels of a whole batch would be gigabytes: its rows share no images, as samples of a group do."""
     config = config_of(tmp_path)
     data, policy = read(config), policy_of(config.model, mesh)
     steps, alive = AnswerSteps(data, Optimizer(policy, LEARNER, 10), 16, len(data)), list[int]()
