@@ -19,7 +19,7 @@ UNREAD = (
     *("learner.share_prompts", "eval.share", "eval.keep_samples", "log.servers_every_s"),
 )
 IMAGE_KEYS = ("image_dir", "min_pixels", "max_pixels", "max_images")
-"""Of the section `data`."""
+"""Keys of the section `data` that are for images."""
 UNREAD_OF_SETS = ("samples", "k", "temperature", "max_tokens")
 LONGEST = 32768
 """For a model whose positions are not known."""

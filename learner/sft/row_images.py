@@ -33,9 +33,9 @@ class ReadPicture(NamedTuple):
     digest: str
     grid: Grid
     row: int
-    """Of the source."""
+    """Number of its row in the source."""
     number: int
-    """Among the images of its row."""
+    """Its place among the images of the row."""
 
 
 class ReadImage(NamedTuple):

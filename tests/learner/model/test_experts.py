@@ -305,8 +305,8 @@ DENSE_NEMOTRON = {"layers_block_type": ["mamba", "mlp"], "mamba_num_heads": 4, "
     ids=lambda value: value if isinstance(value, str) else "",
 )
 def test_the_layers_of_a_model_tell_whether_it_is_a_mixture(kind: str, fields: dict[str, Any], mixed: bool) -> None:
-    """The config of each dense one but the last counts experts, or its family has them. What is decided before the
-    model is built agrees."""
+    """`has_experts`, which reads the config alone, agrees. Dense models but the last count experts, or their family
+    has them."""
     config = AutoConfig.for_model(kind, **{key: x for key, x in (TINY | fields).items() if x is not ...})
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
