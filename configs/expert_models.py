@@ -19,21 +19,23 @@ class ExpertModel(NamedTuple):
     """Where reloads were compared by tests."""
     split: bool = False
     """Compared with tensor parallelism 2 too, on a CPU."""
+    in_place: bool = False
+    """Loads in place were compared on a GPU, with Triton's kernel."""
 
 
 PROVEN = (
-    ExpertModel("qwen3_moe", "Qwen3MoeForCausalLM", (CPU, GPU), split=True),
-    ExpertModel("qwen2_moe", "Qwen2MoeForCausalLM", (CPU, GPU)),
-    ExpertModel("qwen3_next", "Qwen3NextForCausalLM", (CPU, GPU)),
-    ExpertModel("qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration", (CPU, GPU)),
-    ExpertModel("glm4_moe", "Glm4MoeForCausalLM", (CPU, GPU)),
-    ExpertModel("mixtral", "MixtralForCausalLM", (CPU, GPU)),
-    ExpertModel("olmoe", "OlmoeForCausalLM", (CPU, GPU)),
-    ExpertModel("granitemoe", "GraniteMoeForCausalLM", (GPU,)),
-    ExpertModel("gpt_oss", "GptOssForCausalLM", (GPU,)),
+    ExpertModel("qwen3_moe", "Qwen3MoeForCausalLM", (CPU, GPU), split=True, in_place=True),
+    ExpertModel("qwen2_moe", "Qwen2MoeForCausalLM", (CPU, GPU), in_place=True),
+    ExpertModel("qwen3_next", "Qwen3NextForCausalLM", (CPU, GPU), in_place=True),
+    ExpertModel("qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration", (CPU, GPU), in_place=True),
+    ExpertModel("glm4_moe", "Glm4MoeForCausalLM", (CPU, GPU), in_place=True),
+    ExpertModel("mixtral", "MixtralForCausalLM", (CPU, GPU), in_place=True),
+    ExpertModel("olmoe", "OlmoeForCausalLM", (CPU, GPU), in_place=True),
+    ExpertModel("granitemoe", "GraniteMoeForCausalLM", (GPU,), in_place=True),
+    ExpertModel("gpt_oss", "GptOssForCausalLM", (GPU,), in_place=True),
     ExpertModel("deepseek_v2", "DeepseekV2ForCausalLM", (GPU,)),
     ExpertModel("deepseek_v3", "DeepseekV3ForCausalLM", (GPU,)),
-    ExpertModel("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", (GPU,)),
+    ExpertModel("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", (GPU,), in_place=True),
 )
 REPLAYED = ("qwen3_moe",)
 """Types whose routes the learner replays."""

@@ -31,6 +31,7 @@ from rollout.engine.door.vllm_worker import (
 from rollout.engine.experts.expert_kernels import METHOD, loads_in_place, packed_anew, parameter_name
 from rollout.engine.recorded_copies import RecordedCopies
 from rollout.engine.region_copies import RegionCopies
+from rollout.engine.written_bytes import WrittenBytes
 
 RELOADING = logging.getLogger(RELOAD_LOGGER)
 RELOADING.setLevel(logging.ERROR)  # it warns at each update; see `check_complete`
@@ -99,7 +100,10 @@ class ModelLoad:
                 name_loaders(model)
                 initialize_layerwise_reload(model)
             expected = names(model)
+            written = stack.enter_context(WrittenBytes(model.parameters())) if self.plainly and not recorded else None
             loaded, held = self._load_kinds(weights, frozen, recorded)
+            if written:
+                parts = partly_written(model, written)
             if not self.plainly:
                 parts = partly_loaded(model)
                 finalize_layerwise_reload(model, model_config)  # type: ignore[no-untyped-call]
@@ -167,6 +171,17 @@ def partly_loaded(model: torch.nn.Module) -> set[str]:
     kinds = LinearBase | RoutedExperts
     layers = ((name, layer) for name, layer in model.named_modules() if isinstance(layer, kinds))
     return {name for name, layer in layers if get_layerwise_info(layer).load_numel > 0}
+
+
+def partly_written(model: torch.nn.Module, written: WrittenBytes) -> set[str]:
+    """Linear layers and experts of which a load in place brought a part."""
+
+    def lacks(layer: torch.nn.Module) -> bool:
+        lacking = written.is_uneven if isinstance(layer, RoutedExperts) else written.is_part
+        return any(map(lacking, layer.parameters(recurse=False)))
+
+    kinds = LinearBase | RoutedExperts
+    return {name for name, layer in model.named_modules() if isinstance(layer, kinds) and lacks(layer)}
 
 
 def check_complete(expected: set[str], loaded: object, parts: set[str], model_config: Any) -> None:

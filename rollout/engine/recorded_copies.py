@@ -2,10 +2,10 @@
 are the whole load, later policies repeat them on the current stream."""
 
 import logging
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
+from itertools import chain, pairwise, takewhile
 from typing import Any
 
 import torch
@@ -13,8 +13,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 log = logging.getLogger(__name__)
+Copy = tuple[torch.Tensor, torch.Tensor]
+"""Target in a parameter, and its source."""
 Pairs = tuple[list[torch.Tensor], list[torch.Tensor]]
-"""Targets in the parameters, and their sources."""
+"""Targets and their sources."""
 FILLS = (torch.ops.aten.fill_.Scalar, torch.ops.aten.fill_.Tensor, torch.ops.aten.zero_.default)
 """Zeros of a vocabulary's padding or an adapter's slot, which stay once written."""
 
@@ -74,7 +76,7 @@ class Recorder(TorchDispatchMode):
         super().__init__()
         self._staged, self._parameters = set(map(storage, staged)), set(map(storage, parameters))
         self._dry = dry
-        self.copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.copies: list[Copy] = []
         self.fills: list[Callable[[], object]] = []
         self._filled: list[torch.Tensor] = []
         self._odd: list[str] = []
@@ -113,10 +115,40 @@ class Recorder(TorchDispatchMode):
         return storage(target) in self._parameters and storage(source) in self._staged
 
 
-def grouped(copies: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> list[Pairs]:
+def merged(copies: Iterable[Copy]) -> Iterator[Copy]:
+    """Join copies of one shape that follow each other at one distance, as those of a layer's experts do: one copy of
+    [experts, ...] in place of one for each. No byte may be written twice, because the order changes."""
+    alike: dict[tuple[Any, ...], list[Copy]] = {}
+    for copy in copies:
+        alike.setdefault(tuple((storage(x), x.dtype, x.shape, x.stride()) for x in copy), []).append(copy)
+    for run in alike.values():
+        run.sort(key=lambda copy: copy[0].storage_offset())
+        while run:
+            length, steps = regular(run)
+            yield run[0] if length == 1 else joined_copy(run[0], length, steps)
+            del run[:length]
+
+
+def regular(run: Sequence[Copy]) -> tuple[int, tuple[int, int]]:
+    """How many copies at the beginning of `run` follow at one distance, and this distance in target and source."""
+    offsets = [(int(target.storage_offset()), int(source.storage_offset())) for target, source in run]
+    steps = [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(offsets)]
+    if not steps or min(steps[0]) <= 0:
+        return 1, (0, 0)
+    return 1 + sum(1 for _ in takewhile(steps[0].__eq__, steps)), steps[0]
+
+
+def joined_copy(first: Copy, length: int, steps: tuple[int, int]) -> Copy:
+    target, source = (
+        x.as_strided((length, *x.shape), (step, *x.stride())) for x, step in zip(first, steps, strict=True)
+    )
+    return target, source
+
+
+def grouped(copies: Iterable[Copy]) -> list[Pairs]:
     """`_foreach_copy_` fuses only lists with one pair of dtypes and equal, dense strides."""
     groups: dict[tuple[Any, ...], Pairs] = {}
-    for target, source in copies:
+    for target, source in merged(copies):
         dense = target.is_contiguous() and source.is_contiguous()
         if dense:
             target, source = target.view(-1), source.view(-1)

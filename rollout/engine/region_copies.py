@@ -13,7 +13,7 @@ import torch
 
 from learner.weights.plan import Spec
 from learner.weights.slices import Region, Regions
-from rollout.engine.recorded_copies import Pairs, Recorder, grouped, storage
+from rollout.engine.recorded_copies import Pairs, Recorder, grouped, merged, storage
 
 log = logging.getLogger(__name__)
 LoadWeights = Callable[[Iterable[tuple[str, torch.Tensor]]], None]
@@ -57,7 +57,7 @@ class RegionCopies:
             return Regions(problem=problem)
         names = {storage(source): name for name, source in sources.items()}
         targets: dict[Region, list[torch.Tensor]] = {}
-        for target, source in recorder.copies:
+        for target, source in merged(recorder.copies):
             region = Region(names[storage(source)], int(source.storage_offset()), tuple(source.shape), source.stride())
             targets.setdefault(region, []).append(target)
         self._loading = Loading([each.data_ptr() for each in parameters], targets, recorder.fills)

@@ -1,6 +1,7 @@
 """Decides which experts in vLLM may get a new policy, and adds what vLLM's loads lack.
 
-vLLM rearranges experts for its kernel: they go in by its reload, where that was seen to be right.
+Where vLLM's kernel reads experts as they are in the file, models of which loads in place were compared load in place.
+All others go in by vLLM's reload, where that was seen to be right.
 """
 
 from collections.abc import Iterator
@@ -9,12 +10,9 @@ from typing import Any
 
 import torch
 
-from configs.expert_models import OTHER_MIXTURE, failing, is_expert_layer, proven
+from configs.expert_models import OTHER_MIXTURE, PROVEN, failing, is_expert_layer, proven
 from rollout.engine.door.vllm_worker import RoutedExperts
 
-WRITE_THEMSELVES = ("GptOssForCausalLM",)
-"""Classes whose `load_weights` writes into the experts' parameters past the loaders that vLLM's reload wraps: after a
-reload they would have the old experts. They load in place if the kernel keeps experts as in the file."""
 METHOD = "UnquantizedFusedMoEMethod"
 BACKENDS = ("CPU", "TRITON")
 """Compared kernels; others arrange gate_up in another order."""
@@ -75,10 +73,11 @@ def needs_trial(model: torch.nn.Module, vllm_config: Any) -> bool:
 
 
 def loads_in_place(model: torch.nn.Module, device: torch.device) -> bool:
-    """Whether `load_weights` of a model with experts may write into the parameters that the kernel reads."""
+    """Whether `load_weights` of a model with experts may write into the parameters that the kernel reads. gpt-oss's
+    writes past the loaders that vLLM's reload wraps: after a reload it would have the old experts."""
     layers: list[Any] = [layer for layer in model.modules() if isinstance(layer, RoutedExperts)]
     kept = device.type == "cuda" and all(is_kept(layer.quant_method) for layer in layers)
-    return kept and type(model).__name__ in WRITE_THEMSELVES
+    return kept and any(each.in_place and each.architecture == type(model).__name__ for each in PROVEN)
 
 
 def is_kept(method: Any) -> bool:

@@ -185,12 +185,12 @@ def test_a_mixture_that_nobody_has_compared_needs_a_trial(model, config, needed)
         (GptOssForCausalLM, "TRITON", "cuda", True),
         (GptOssForCausalLM, "FLASHINFER_CUTLASS", "cuda", False),
         (GptOssForCausalLM, "CPU", "cpu", False),
-        (Qwen3MoeForCausalLM, "TRITON", "cuda", False),
+        (Qwen3MoeForCausalLM, "TRITON", "cuda", True),
+        (Qwen3MoeForCausalLM, "CPU", "cpu", False),
+        (NewMoeForCausalLM, "TRITON", "cuda", False),
     ],
 )
-def test_a_model_that_writes_past_its_loaders_loads_in_place_where_the_kernel_reads_what_the_file_has(
-    model, kernel, device, in_place
-):
+def test_a_compared_model_loads_in_place_where_the_kernel_reads_what_the_file_has(model, kernel, device, in_place):
     assert loads_in_place(model(UnquantizedFusedMoEMethod(kernel)), torch.device(device)) is in_place
 
 

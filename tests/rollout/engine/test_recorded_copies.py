@@ -14,7 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from learner.weights.buckets import Buckets
 from learner.weights.plan import Plan, Spec
 from learner.weights.slices import SlicedCopy, staged_bytes
-from rollout.engine.recorded_copies import RecordedCopies, joined
+from rollout.engine.recorded_copies import RecordedCopies, joined, merged
 from rollout.engine.region_copies import RegionCopies
 
 LAYER = "model.layers.1."
@@ -166,6 +166,7 @@ def test_staged_regions_are_loaded_as_load_weights_loads_whole_tensors(made):
 @pytest.mark.vllm
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("made", [CASES["llama"]], indirect=True)
+@pytest.mark.parametrize("plainly", [False, True], ids=["layerwise", "in place"])
 @pytest.mark.parametrize(
     ("left_out", "named"),
     [
@@ -174,19 +175,23 @@ def test_staged_regions_are_loaded_as_load_weights_loads_whole_tensors(made):
         ("input_layernorm.weight", "input_layernorm.weight"),
     ],
 )
-def test_a_layerwise_reload_that_misses_a_weight_fails(made, left_out, named):
+def test_a_load_that_misses_a_weight_fails(made, left_out, named, plainly):
+    """In place without a staging copy, as from a folder."""
     from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 
     from rollout.engine.model_load import ModelLoad
 
     made.vllm_config.compilation_config.static_forward_context.clear()
     model = initialize_model(made.vllm_config)
-    process_weights_after_loading(model, made.vllm_config.model_config, CPU)
+    if not plainly:
+        process_weights_after_loading(model, made.vllm_config.model_config, CPU)
     load, weights = ModelLoad(model, made.vllm_config, CPU), dict(policy(made.specs, 0).views())
-    load.load_staged(iter(weights.items()))
+    load.plainly = plainly
+    put_weights = load.load_trial if plainly else load.load_staged
+    put_weights(iter(weights.items()))
     del weights[LAYER + left_out]
     with pytest.raises(ValueError, match=rf"^1 weights of vLLM's model were not received, {LAYER + named} among them"):
-        load.load_staged(iter(weights.items()))
+        put_weights(iter(weights.items()))
 
 
 class Tiny(torch.nn.Module):
@@ -340,6 +345,79 @@ def test_strided_slices_do_not_keep_the_rest_from_one_fused_copy():
     copies = RecordedCopies(Tiny(of_shard))
     copies.load(policy(SPECS, 0).views())
     assert [len(targets) for targets, _ in copies.recording.groups] == [1, 1]
+
+
+def put_experts(parameter, tensor, model):
+    """As vLLM: both halves of each expert, of a shard its rows of both."""
+    rows = parameter.shape[1] // 2
+    for half, loaded in enumerate(tensor.chunk(2, dim=1)):
+        for expert, weight in enumerate(loaded.unbind()):
+            parameter.data[expert].narrow(0, half * rows, rows).copy_(weight[:rows])
+
+
+class Mixture(torch.nn.Module):
+    """A layer of six experts, of which the worker holds `rows` of eight; loaded by `put_experts`."""
+
+    def __init__(self, rows: int, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.w13 = torch.nn.Parameter(torch.zeros(6, rows, 5, dtype=dtype))
+
+    def load_weights(self, weights):
+        for _, tensor in weights:
+            put_experts(self.w13, tensor, self)
+        return {"w13"}
+
+
+EXPERTS = [Spec("w13", (6, 8, 5), torch.float32)]
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["same", "cast"])
+@pytest.mark.parametrize(("rows", "is_dense"), [(8, True), (4, False)], ids=["whole", "shard"])
+def test_the_experts_of_a_layer_are_one_copy(rows, is_dense, dtype):
+    model, staged = Mixture(rows, dtype), policy(EXPERTS, 0)
+    copies = RecordedCopies(model)
+    for seed in range(3):
+        refill(staged, EXPERTS, seed)
+        copies.load(staged.views())
+        assert equal(state(model), expected(Mixture(rows, dtype), staged.views()))
+    ((targets, sources),) = copies.recording.groups
+    assert len(targets) == len(sources) == 1 and sources[0].is_contiguous() is is_dense
+
+
+@pytest.mark.parametrize("rows", [8, 4])
+def test_the_experts_of_a_layer_are_one_region(rows):
+    model, plan = Mixture(rows), Plan.of(EXPERTS, 1 << 16)
+    copies, staged = RegionCopies(model), policy(EXPERTS, 3)
+    (region,) = copies.find(EXPERTS, model.load_weights).found
+    sliced = SlicedCopy(plan, CPU, [region])
+    sliced.weights.buckets[0].copy_(staged.buckets[0])
+    sliced.keep(0)
+    copies.load(list(sliced.staged()))
+    assert equal(state(model), expected(Mixture(rows), staged.views()))
+
+
+@pytest.mark.parametrize(
+    ("places", "lengths"),
+    [
+        ([(0, 0), (4, 4), (8, 8)], [3]),
+        ([(8, 8), (0, 0), (4, 4)], [3]),
+        ([(0, 0), (4, 8), (8, 16), (12, 20)], [3, 1]),
+        ([(0, 8), (4, 4), (8, 0)], [1, 1, 1]),
+        ([(0, 0), (4, 0)], [1, 1]),
+        ([(0, 0)], [1]),
+    ],
+    ids=["regular", "out of order", "two distances", "reversed", "one source twice", "one"],
+)
+def test_copies_at_one_distance_are_joined(places, lengths):
+    """Whatever is joined, the same bytes go to the same places."""
+    source, targets = torch.arange(24.0), [torch.zeros(24), torch.zeros(24)]
+    for to, begin in places:
+        targets[0][to : to + 4].copy_(source[begin : begin + 4])
+    found = list(merged((targets[1][to : to + 4], source[begin : begin + 4]) for to, begin in places))
+    for to, part in found:
+        to.copy_(part)
+    assert torch.equal(*targets)
+    assert [len(to) if to.dim() == 2 else 1 for to, _ in found] == lengths
 
 
 def test_spans_are_joined():
