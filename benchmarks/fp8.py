@@ -3,7 +3,7 @@
 `python -m benchmarks.fp8 --shape Qwen2.5-7B`: what they gain. Two engines of vLLM as a rollout server starts them, with
 random weights on one GPU, one in bfloat16 and one in FP8, which take turns: 512 sequences run, in groups of 16 whose
 lengths are geometric (`benchmarks/runs/engine_load.py`), and each window is compared with the two around it, of the
-other engine.
+other engine. After each window the GPU is traced for TRACE_S: time by kind of kernel, and at work.
 
 `python -m benchmarks.fp8 --model FOLDER`: how far they are off. Two short runs of a real model in step with its server
 (`max_staleness: 0`), started by hand: buffer, server and learner, first with bfloat16 weights in the server, then with
@@ -21,6 +21,7 @@ import os
 import random
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from statistics import mean, median
@@ -30,6 +31,7 @@ import torch
 
 from benchmarks.runs.engine_load import LOADS, SAMPLES, EngineLoad, beside_neighbours
 from benchmarks.runs.processes import Died, Processes, Watch, engine_keys, run_file, sequences
+from benchmarks.runs.profiled_worker import AT_WORK
 from benchmarks.runs.trained import figures_of, versions_of
 from benchmarks.weights.table import ResultRow, progress, write
 from configs.load import load as load_config
@@ -39,8 +41,10 @@ from rollout.engine.vllm_engine import Engine
 MISMATCH = ("mismatch/k1_fresh", "mismatch/k3_fresh", "mismatch/m2_fresh")
 SHOWN = ("tokens_per_s", "running", "gpu rollout", "weights/probe", "weights/load_s", "versions")
 GROUPS, WARM_UP = 32, 2
-SETTLE_S = 1.0
-"""From an engine's turn to the count."""
+SETTLE_S, TRACE_S = 1.0, 1.0
+"""From an engine's turn to the count, and of a trace."""
+TRACED = "benchmarks.runs.profiled_worker.ProfiledWorker"
+US = " us a token"
 
 
 def quantised_run(args: argparse.Namespace, quantization: str | None) -> dict[str, float]:
@@ -80,11 +84,33 @@ def gain(args: argparse.Namespace) -> list[ResultRow]:
     times = beside_neighbours([one["rate"] for one in windows], [bool(one["second"]) for one in windows])
     plain, quantised = ([one for one in windows if one["second"] == second] for second in (0.0, 1.0))
     rows = [
-        ResultRow(key, median(one[key] for one in quantised), "", "bfloat16", median(one[key] for one in plain), label)
-        for key in ("rate", "running", "kv_usage", "preempted")
+        ResultRow(key, middle(quantised, key), "", "bfloat16", middle(plain, key), label)
+        for key in ("rate", "running", "kv_usage", "preempted", *traced_keys(windows))
     ]
     ratio = ResultRow("  ratio to the windows around it, median", median(times), "", "smallest", min(times), label)
     return [ratio, *rows]
+
+
+def middle(windows: Sequence[dict[str, float]], key: str) -> float:
+    """A kind of kernel that a window lacks took no time there."""
+    return median(one.get(key, 0.0) for one in windows)
+
+
+def traced_keys(windows: Sequence[dict[str, float]]) -> list[str]:
+    """What the traces saw: share of the time at work, then time by kind of kernel, for a sampled token."""
+    found = {key for one in windows for key in one if key == AT_WORK or key.endswith(US)}
+    return sorted(found, key=lambda key: (key != AT_WORK, key))
+
+
+async def traced(engine: Engine) -> dict[str, float]:
+    """GPU time by kind of kernel for a sampled token, and the share of the time in which any kernel runs."""
+    await engine.collective("rl_trace", True, timeout_s=60.0)
+    before, since = engine.tokens, time.monotonic()
+    await asyncio.sleep(TRACE_S)
+    sampled, seconds = engine.tokens - before, time.monotonic() - since
+    found: dict[str, float] = (await engine.collective("rl_trace", False, timeout_s=60.0))[0]
+    share = found.pop(AT_WORK) / seconds
+    return {AT_WORK: share} | {kind + US: 1e6 * time_s / sampled for kind, time_s in found.items()}
 
 
 async def turns(args: argparse.Namespace) -> list[dict[str, float]]:
@@ -102,18 +128,22 @@ async def turns(args: argparse.Namespace) -> list[dict[str, float]]:
                 stack.push_async_callback(end, running[-1])
                 await asyncio.sleep(args.warm_up_s)
         for second in [0, 1] * args.rounds:
-            engine = loads[second].engine
             async with loads[1 - second].engine.paused():
-                await asyncio.sleep(SETTLE_S)
-                before, since = engine.tokens, time.monotonic()
-                engine.stats()
-                await asyncio.sleep(args.seconds)
-                rate = (engine.tokens - before) / (time.monotonic() - since)
+                windows.append({"second": float(second), **await window(loads[second].engine, args.seconds)})
             if running[second].done():
                 running[second].result()  # the engine failed, and nothing runs any more
-            windows.append({"second": float(second), "rate": rate, **engine.stats()})
             progress(f"{args.shape}: {windows[-1]}")
     return windows
+
+
+async def window(engine: Engine, seconds: float) -> dict[str, float]:
+    """One engine's figures while the other one is paused."""
+    await asyncio.sleep(SETTLE_S)
+    before, since = engine.tokens, time.monotonic()
+    engine.stats()
+    await asyncio.sleep(seconds)
+    found = {"rate": (engine.tokens - before) / (time.monotonic() - since), **engine.stats()}
+    return found | (await traced(engine) if torch.cuda.is_available() else {})
 
 
 async def end(load: asyncio.Task[None]) -> None:
@@ -135,7 +165,7 @@ async def start(quantization: str | None, wanted: dict[str, int], args: argparse
     )  # fmt: skip
     config = load_config([str(file)])
     os.environ.update(environment(on_cpu(config)))
-    engine = await Engine.launch(engine_arguments(config, 0, on_cpu(config)))
+    engine = await Engine.launch(engine_arguments(config, 0, on_cpu(config)) | {"worker_extension_cls": TRACED})
     progress(f"{args.shape}: vLLM has started with {quantization or 'bfloat16'}")
     return engine
 
