@@ -34,6 +34,7 @@ from learner.model.master_weights import MasterWeights, keep_wide_gradients, nar
 from learner.model.microbatch import Microbatch, Targets, one_document
 from learner.model.prefix_sharing import PrefixSharing
 from learner.model.recomputing import recompute
+from learner.model.rotation import rotate_tokens_first
 from learner.model.top_tokens import TopTokens
 from learner.model.unshard import is_sharded, own_rows, unshard
 from learner.model.untrained import set_trained
@@ -138,6 +139,7 @@ class Policy(nn.Module):
             "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
         }
         if compiled:
+            rotate_tokens_first(self.model)
             torch._dynamo.config.recompile_limit = max(MOST_GRAPHS, torch._dynamo.config.recompile_limit)
             if (schemas := operators.schemas()) not in (tag := torch.compiler.config.cache_key_tag):
                 torch.compiler.config.cache_key_tag = f"{tag} {schemas}"
