@@ -27,7 +27,7 @@ PROVEN = (
     ExpertModel("qwen3_moe", "Qwen3MoeForCausalLM", (CPU, GPU), split=True, in_place=True),
     ExpertModel("qwen2_moe", "Qwen2MoeForCausalLM", (CPU, GPU), in_place=True),
     ExpertModel("qwen3_next", "Qwen3NextForCausalLM", (CPU, GPU), in_place=True),
-    ExpertModel("qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration", (CPU, GPU), in_place=True),
+    ExpertModel("qwen3_5_moe_text", "Qwen3_5MoeForConditionalGeneration", (CPU, GPU)),
     ExpertModel("glm4_moe", "Glm4MoeForCausalLM", (CPU, GPU), in_place=True),
     ExpertModel("mixtral", "MixtralForCausalLM", (CPU, GPU), in_place=True),
     ExpertModel("olmoe", "OlmoeForCausalLM", (CPU, GPU), in_place=True),

@@ -77,13 +77,17 @@ class ModelLoad:
         self._load(weights, ())
 
     def stream(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        """Load buckets that later ones overwrite. Raises ChannelError for an end that another round can repair."""
+        """Load buckets that later ones overwrite. Raises ChannelError for an end that another round can repair.
+
+        Weights are cloned, because vLLM keeps them: its reload until a layer is complete, and the loaders of some
+        models, such as GraniteMoE, until all have come.
+        """
+        copies = ((name, tensor.clone()) for name, tensor in weights)
         if self.plainly:
-            self._load(weights, self.frozen)
+            self._load(copies, self.frozen)
             return
         try:
-            # cloned, because vLLM keeps them until a layer is complete
-            self._load(((name, tensor.clone()) for name, tensor in weights), self.frozen)
+            self._load(copies, self.frozen)
         except ChannelError as error:
             raise RuntimeError(f"vLLM's layers are half rebuilt, so this server has to restart: {error}") from error
 

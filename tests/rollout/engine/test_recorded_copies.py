@@ -194,6 +194,35 @@ def test_a_load_that_misses_a_weight_fails(made, left_out, named, plainly):
         put_weights(iter(weights.items()))
 
 
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("made", [CASES["llama"]], indirect=True)
+def test_buckets_may_be_overwritten_while_a_loader_keeps_them(made, monkeypatch):
+    """As GraniteMoE's, which has all weights before it loads the first."""
+    from rollout.engine.model_load import ModelLoad
+
+    weights, load, own = dict(policy(made.specs, 5).views()), ModelLoad(made.model, made.vllm_config, CPU), [0]
+    load.plainly = True
+    of_model = made.model.load_weights
+
+    def keeping(given):
+        kept = list(given)
+        own[0] = len(kept)
+        return of_model(iter(kept))
+
+    def arriving():
+        bucket = torch.empty(max(weight.numel() for weight in weights.values()), dtype=torch.bfloat16)
+        for name, weight in weights.items():
+            bucket.fill_(float("nan"))
+            yield name, bucket[: weight.numel()].view(weight.shape).copy_(weight)
+
+    monkeypatch.setattr(made.model, "load_weights", keeping)
+    load.stream(arriving())
+    found = state(made.model)
+    monkeypatch.undo()
+    assert own[0] == len(weights) and equal(found, expected(made.model, weights.items()))
+
+
 class Tiny(torch.nn.Module):
     """Two matrices and a buffer, loaded by `put(parameter, tensor, model)`."""
 
