@@ -20,7 +20,7 @@ from transformers import PreTrainedModel
 
 from configs.schema import LearnerConfig, ModelConfig
 from learner.mesh import shards
-from learner.model import attention, context, float8, loading, state, vision
+from learner.model import attention, compiling, context, float8, loading, state, vision
 from learner.model.epilogue import Epilogue
 from learner.model.experts.mixture import Mixture
 from learner.model.file_form import FileForm
@@ -28,13 +28,11 @@ from learner.model.flops import Costs, TowerCosts
 from learner.model.gathering import Gathering
 from learner.model.head import ChunkLoss, HeadOptions, chunk_tokens, chunked_loss, logprobs_and_entropy
 from learner.model.idle_parts import idle_modules, idle_names, sees
-from learner.model.kernels import operators
 from learner.model.lora.adapter import Factor, adapt, factors, initial
 from learner.model.master_weights import MasterWeights, keep_wide_gradients, narrow
 from learner.model.microbatch import Microbatch, Targets, one_document
 from learner.model.prefix_sharing import PrefixSharing
 from learner.model.recomputing import recompute
-from learner.model.rotation import rotate_tokens_first
 from learner.model.top_tokens import TopTokens
 from learner.model.unshard import is_sharded, own_rows, unshard
 from learner.model.untrained import set_trained
@@ -42,8 +40,6 @@ from learner.model.value_head import replace_head, values
 from learner.weights.plan import Spec
 
 log = logging.getLogger(__name__)
-MOST_GRAPHS = 64
-"""Beyond torch's own limit, 8, a block would run uncompiled."""
 
 
 class Policy(nn.Module):
@@ -139,15 +135,14 @@ class Policy(nn.Module):
             "offload_policy": CPUOffloadPolicy() if offload else OffloadPolicy(),
         }
         if compiled:
-            rotate_tokens_first(self.model)
-            torch._dynamo.config.recompile_limit = max(MOST_GRAPHS, torch._dynamo.config.recompile_limit)
-            if (schemas := operators.schemas()) not in (tag := torch.compiler.config.cache_key_tag):
-                torch.compiler.config.cache_key_tag = f"{tag} {schemas}"
+            compiling.prepare(self.model)
         for block in loading.all_blocks(self.model):
             if compiled:  # FSDP's hooks around it gather and reduce as before
                 block.forward = torch.compile(block.forward, dynamic=True)  # type: ignore[method-assign]
             block.register_forward_pre_hook(partial(_cast_inputs, self.dtype), with_kwargs=True)
             fully_shard(block, reshard_after_forward=not gathers_once, **options)
+            if compiled:
+                compiling.keep_integers(block)
         for idle in idle_modules(self.model):
             fully_shard(idle, **options)
         fully_shard(self, **options)

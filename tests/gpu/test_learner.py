@@ -45,6 +45,9 @@ KERNELS = [
     ),
 ]
 """All that share prompts on a GPU."""
+FLASH4 = pytest.mark.skipif(not attention.installed("flash4"), reason="needs flash-attn-4[cu13]")
+WIDTHS = [8, 16, 24, 32, 40, 48, 56, 64, 72, 80, 96, 112, 128, 160, 192, 224, 256]
+"""Numbers of a head."""
 LONG: Groups = [(700, [130, 260, 5]), (1, [64, 64, 3]), (40, [7]), (129, [1] * 16), (300, [513])]
 """Longer and shorter than the kernels' blocks of 64, 128 and 192."""
 Places = tuple[torch.Tensor, int, SharedPrompts | CopiedPrompts | None]
@@ -172,6 +175,24 @@ def test_shared_prompts_by_an_explicit_mask(
         assert all(x.isfinite().all() for x in found)
         errors.append(largest_error(found, wanted))
     assert errors[0] < 2e-2 and errors[0] < 2.5 * errors[1] + 1e-3, errors
+
+
+@pytest.mark.parametrize(
+    ("name", "width"),
+    [
+        *(("varlen", width) for width in WIDTHS),
+        *(pytest.param("flash4", width, marks=FLASH4) for width in WIDTHS if attention.has_gradients(width)),
+    ],
+)
+def test_heads_of_every_width_that_is_accepted(name: str, width: int) -> None:
+    """In bf16, against fp32 arithmetic."""
+    row = row_of(LONG, share=False)
+    for heads in ((4, 2), (4, 4)):
+        given = [x.cuda() for x in inputs_of(row, heads, torch.bfloat16, width)]
+        seen = visible(row).cuda()
+        wanted = with_gradients(lambda q, k, v, seen=seen: by_mask(q, k, v, seen), *(x.float() for x in given))
+        found = with_gradients(attending(row.to(torch.device("cuda")), name), *given)
+        assert largest_error(found, wanted) < 2e-2
 
 
 @pytest.mark.parametrize("name", KERNELS)

@@ -1,6 +1,5 @@
 """Trees of texts on a GPU, also under sliding windows: attention against an explicit mask, and whole steps."""
 
-from collections.abc import Sequence
 from pathlib import Path
 
 import numpy as np
@@ -84,7 +83,11 @@ def test_steps_in_trees(tmp_path: Path, gpu: DeviceMesh, name: str, kind: str, m
     apart, control = (step(policy, budget, AlgorithmConfig(), trees=False) for budget in (400, 150))
 
     def far(a, b) -> tuple[float, float]:
-        norm = [float((a.gradients[k].double() - g.double()).norm() / g.double().norm()) for k, g in b.gradients.items() if g.norm() > 0 and "k_proj.bias" not in k]
+        norm = [
+            float((a.gradients[k].double() - g.double()).norm() / g.double().norm())
+            for k, g in b.gradients.items()
+            if g.norm() > 0 and "k_proj.bias" not in k
+        ]
         return float((a.logprobs - b.logprobs).abs().max()), max(norm)
 
     limit = far(control, apart)

@@ -14,12 +14,13 @@ from transformers import AutoModelForCausalLM, MistralConfig, PreTrainedConfig, 
 
 from configs.schema import LoraConfig
 from learner.model import attention
+from learner.model.compiling import MOST_GRAPHS
 from learner.model.kernels import joined
 from learner.model.kernels.implementations import KERNELS
 from learner.model.kernels.sequences import Sequences
 from learner.model.lora.base import Base
 from learner.model.microbatch import CopiedPrompts, Microbatch, SharedPrompts, lay_out
-from learner.model.policy import MOST_GRAPHS, _Gather
+from learner.model.policy import _Gather
 from tests.harness.lanes import long_but
 from tests.harness.world import LEARNER, policy_of, tiny_model
 

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import Gemma2Config, Gemma4TextConfig, Qwen2Config
+from transformers import DeepseekV3Config, Gemma2Config, Gemma4TextConfig, PhiConfig, Qwen2Config, Qwen3Config
 
 from configs.load import ConfigError
 from configs.schema import LearnerConfig, ModelConfig
@@ -94,3 +94,24 @@ def test_a_gpu_takes_sdpa_for_what_fused_kernels_do_not_compute(config: Any, wor
     with pytest.raises(ConfigError, match=rf"^learner.attention: varlen {words}; use auto, or sdpa"):
         attention.choose("varlen", gpu, torch.bfloat16, config)
     assert attention.choose("varlen", gpu, torch.bfloat16, Qwen2Config()) == "varlen"
+
+
+@pytest.mark.parametrize(
+    ("config", "width"),
+    [
+        (PhiConfig(hidden_size=2560, num_attention_heads=32), 80),
+        (Qwen3Config(head_dim=112), 112),
+        (DeepseekV3Config(qk_nope_head_dim=32, qk_rope_head_dim=16, head_dim=16, v_head_dim=32), 16),
+    ],
+    ids=["of the hidden size", "written", "latent attention"],
+)
+def test_heads_whose_gradients_flash_attention_4_gets_wrong_take_another_kernel(
+    config: Any, width: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gpu = torch.device("cuda")
+    monkeypatch.setattr(attention, "installed", lambda name: name == "flash4")
+    with pytest.raises(ConfigError, match=rf"flash4 computes wrong gradients for heads of {width} numbers; use auto"):
+        attention.choose("flash4", gpu, torch.bfloat16, config)
+    assert attention.choose("auto", gpu, torch.bfloat16, config) == "varlen"
+    for sound in (Qwen2Config(), Qwen3Config(head_dim=64), DeepseekV3Config()):
+        assert attention.choose("auto", gpu, torch.bfloat16, sound) == "flash4"

@@ -1,16 +1,22 @@
-"""Rotations with tokens before heads give the bits of transformers' own."""
+"""The compiler knows all sizes but numbers of tokens and documents; rotations have the bits of transformers' own."""
 
 import importlib
 import inspect
 import pkgutil
 import types
+from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import transformers.models
+from functorch.compile import make_boxed_func
+from torch._functorch.aot_autograd import aot_module_simplified
 
-from learner.model import rotation
-from learner.model.rotation import ROTATED, WIDTH, example, fits, rotate_tokens_first, tokens_first
+from learner.model import compiling
+from learner.model.compiling import ROTATED, WIDTH, example, fits, rotate_tokens_first, tokens_first
+from learner.train.batch import Batch
+from tests.harness.world import LEARNER, algorithm_of, cut, make_groups, policy_of, tiny_model
 
 FAMILIES = {"qwen2": 1, "llama": 1, "glm4": 1, "gpt_oss": 1, "deepseek_v3": 2, "qwen2_5_vl": 1, "gemma4": 1, "gptj": 0}
 """By family: how many of its functions can rotate with tokens first."""
@@ -80,7 +86,7 @@ def wrong(q, k, cos, sin, unsqueeze_dim=1):
 def test_a_function_that_depends_on_the_order_is_left_alone(monkeypatch):
     module = types.ModuleType("modeling_wrong")
     module.apply_rotary_pos_emb = wrong
-    monkeypatch.setitem(rotation.sys.modules, "modeling_wrong", module)
+    monkeypatch.setitem(compiling.sys.modules, "modeling_wrong", module)
     layer = type("Wrong", (torch.nn.Module,), {"__module__": "modeling_wrong"})()
     rotate_tokens_first(layer)
     assert module.apply_rotary_pos_emb is wrong
@@ -90,3 +96,26 @@ def test_a_function_that_depends_on_the_order_is_left_alone(monkeypatch):
     assert replaced.__wrapped__
     rotate_tokens_first(layer)
     assert module.apply_rotary_pos_emb is replaced
+
+
+@pytest.mark.long
+def test_no_size_is_a_quotient_of_unknown_ones(tmp_path: Path, mesh, monkeypatch) -> None:
+    """A head_dim that is not known makes sizes such as `64 // (64 // s0)`, and each index a division."""
+    shapes: list[str] = []
+
+    def note(graph, _):
+        values = [node.meta.get("val") for node in graph.graph.nodes]
+        shapes.extend(str(size) for value in values if isinstance(value, torch.Tensor) for size in value.shape)
+        return make_boxed_func(graph.forward)
+
+    def backend(graph, inputs):
+        return aot_module_simplified(graph, inputs, fw_compiler=note, bw_compiler=note)
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    policy = policy_of(tiny_model(tmp_path), mesh, LEARNER.model_copy(update={"compile": True}))
+    entries = make_groups()
+    batch = Batch.from_part(cut(entries, 3, [len(entries)], 0), 10**6, share_prompts=True)
+    assert batch.microbatches[0].shared is not None  # other rows break the graph on a CPU
+    algorithm_of(policy, 200).backward(policy, batch)
+    assert any(size.startswith("s") for size in shapes), "numbers of tokens are known"
+    assert not [size for size in shapes if "//" in size]
