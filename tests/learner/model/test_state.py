@@ -101,7 +101,7 @@ def test_a_gpu_takes_sdpa_for_what_fused_kernels_do_not_compute(config: Any, wor
     [
         (PhiConfig(hidden_size=2560, num_attention_heads=32), 80),
         (Qwen3Config(head_dim=112), 112),
-        (DeepseekV3Config(qk_nope_head_dim=32, qk_rope_head_dim=16, head_dim=16, v_head_dim=32), 16),
+        (DeepseekV3Config(qk_nope_head_dim=32, qk_rope_head_dim=8, v_head_dim=40), 40),
     ],
     ids=["of the hidden size", "written", "latent attention"],
 )
