@@ -35,7 +35,7 @@ from learner.train import collectives
 from learner.train.optimizer import Optimizer
 from learner.train.pictures import num_patches
 from tests.harness.demonstrated import jsonl, seeing_demonstrations, sft_config, update
-from tests.harness.pictured import form_of, make_pictured, seeing_model
+from tests.harness.pictured import Brought, form_of, make_pictured, seeing_model
 from tests.harness.tiny_vlm import KINDS, encoded, picture, tiny_tokenizer
 from tests.harness.world import LEARNER, algorithm_of, gradients, policy_of
 
@@ -213,6 +213,17 @@ def test_pixels_of_few_microbatches_are_in_memory(tmp_path: Path, mesh) -> None:
     stats = steps.step(policy, 0)
     assert len(alive) == stats["microbatches"] > 6
     assert max(alive) - before <= 3, "of this microbatch, of the one before, and a blank image"
+
+
+def test_pixels_of_few_microbatches_are_on_the_device_beside_samples_too(
+    tmp_path: Path, mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path)
+    data, form, policy = read(config), form_of(config.model), policy_of(config.model, mesh)
+    algorithm, brought = algorithm_of(policy, 30, form=form), Brought(monkeypatch)
+    batch = algorithm.pack(policy, make_pictured(form).part(3, [15], 0))
+    algorithm.backward(policy, batch, Beside(data, len(data), 0.5, 30).draw(policy, batch.version))
+    assert brought.all > 8 and brought.most <= 3
 
 
 def test_the_memory_estimate_counts_the_images_of_the_largest_row(tmp_path: Path, mesh) -> None:
