@@ -99,9 +99,6 @@ class AnswerReader:
         for name, remedy in UNREAD.items():
             if row.get(name):
                 raise PromptError(f"the row has {name}, which supervised fine-tuning does not read; {remedy}")
-        if self.prompts.form and row.get("image") and not row.get(IMAGES):
-            problem = "the row has a column image, and images are read from a list in the column images"
-            raise PromptError(f"{problem}; write it so, leave it out, or set model.text_alone: true")
         row, pictures = self.prompts.with_pictures(row) if row.get(IMAGES) else (row, [])
         chat, trained = self._chat(row) if "messages" in row else self._pair(row)
         if not trained:
