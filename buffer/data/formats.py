@@ -168,7 +168,7 @@ def _longest(column: pa.ChunkedArray) -> float:
 
 def _found(table: pa.Table, text: str, images: Iterator[Any] | None) -> Found | None:
     """`text`: the column of prompts. None if no column may hold an image."""
-    others = [name for name in table.column_names if may_hold(name)]
+    others = may_hold(tuple(table.column_names))
     if images is None and not others:
         return None
     slices = (table.slice(row, ROWS_AT_ONCE) for row in range(0, table.num_rows, ROWS_AT_ONCE))

@@ -37,15 +37,12 @@ def message_of(number: int, message: Any, template: str, images: bool) -> dict[s
         known = f"{', '.join(ROLES)} are known, and roles that the chat template names"
         raise PromptError(f"message {number} has the role {role!r:.40}; {known}")
     found = {name: value for name, value in message.items() if value is not None}
-    if key := next((key for key, value in found.items() if not images and _is_image(key, value)), ""):
-        problem = f"message {number} has the key {key}, and images are read from the column {IMAGES} of the row"
+    held = [key for key in (IMAGES, *may_hold(tuple(found))) if not images and holds(key, found.get(key))]
+    if held:
+        problem = f"message {number} has the key {held[0]}, and images are read from the column {IMAGES} of the row"
         raise PromptError(f"{problem}; move them there, and write {MARK} where one goes")
     content = found.get("content", "" if found.get("tool_calls") else None)
     return found | {"content": text_of(f"message {number}, of role {role!r},", content, images)}
-
-
-def _is_image(key: str, value: Any) -> bool:
-    return (key == IMAGES or may_hold(key)) and holds(key, value)
 
 
 def text_of(place: str, content: Any, images: bool) -> str:
