@@ -321,8 +321,23 @@ def test_rows_with_images_for_a_model_of_text_are_refused(tmp_path: Path, mesh) 
     assert refused(alone) == f"data.train {seeing.data.train}: {why.format(seeing.model.path, *words)}"
     text = config_of(tmp_path / "text", rows=[{"problem": "a", "answer": "b"}])
     assert read(text).images is None and text.model.path != seeing.model.path
-    without = config_of(tmp_path, rows=[{"problem": "<image>what?", "answer": "red"}])
-    assert read(without).images is None, "in a file without images <image> is text like any other"
+
+
+def test_marks_without_images_are_text_and_warned_of(tmp_path: Path, mesh, caplog) -> None:
+    """In a file in which no row has an image."""
+    chat = [{"role": "user", "content": "<image>what?"}, {"role": "assistant", "content": "red"}]
+    rows = [{"problem": "what?", "answer": "red"}, {"problem": "<image>what?", "answer": "red"}, {"messages": chat}]
+    with caplog.at_level("WARNING"):
+        config = config_of(tmp_path, rows=rows)
+        assert read(config).images is None
+        (line,) = (record.getMessage() for record in caplog.records if "<image>" in record.getMessage())
+        assert line.startswith(
+            f"data.train {config.data.train}: line 2: the row has <image> and no images, as 1 more row of"
+        )
+        caplog.clear()
+        read(config_of(tmp_path, rows=rows[:1]))
+        read(config_of(tmp_path, rows=rows, model={"path": str(tmp_path / "model"), "text_alone": True}))
+        assert not any("<image>" in record.getMessage() for record in caplog.records)
 
 
 @pytest.mark.parametrize("change", ["gone", "other", "pixels"])
