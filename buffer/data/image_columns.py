@@ -6,13 +6,14 @@ from collections.abc import Mapping
 from functools import lru_cache
 from typing import Any
 
+from buffer.data.columns import is_missing
 from buffer.data.image_rows import IMAGES
 
-NAME = re.compile(
-    r"(.*_)?(image|img|picture|photo|(video))s?(_?\d+)?(_?(path|file|url|bytes|base64)s?)?", re.IGNORECASE
-)
-"""Examples: `image`, `Images`, `image_1`, `decoded_image`, `img_path`, `image_urls`, `video`."""
-LIKE_A_FILE = re.compile(r"(https?|file|data):.+|\S+/\S+|.+\.(bmp|gif|jpe?g|png|tiff?|webp|mp4|mov|avi|mkv|webm)", re.I)
+HOLDER = r"(path|(file_?)?name|file|ur[il]|src|data|bytes|base64|b64)s?"
+NAME = re.compile(rf"(.*_)?(image|img|picture|photo|(video))s?(_?\d+)?(_?{HOLDER})?", re.IGNORECASE)
+"""Examples: `image`, `Images`, `image_1`, `decoded_image`, `img_path`, `imageUrls`, `video`."""
+ENDINGS = "bmp|gif|jpe?g|png|tiff?|webp|mp4|mov|avi|mkv|webm"
+LIKE_A_FILE = re.compile(rf"(?!n/a$)((https?|file|data):.+|\S+/\S+|.+\.({ENDINGS}))", re.IGNORECASE)
 """Paths, addresses, and bytes in base64, which have slashes too."""
 HOLDERS = ("bytes", "path", "url")
 """Keys of a struct that holds an image."""
@@ -42,11 +43,13 @@ def _problem(name: str) -> str:
 
 
 def holds(name: str, value: Any) -> bool:
-    """Whether `value`, of a column or key whose name is one of an image, is an image."""
+    """Whether `value`, of a column or key whose name is one of an image, is an image. `image` holds nothing else."""
     if isinstance(value, Mapping):
-        return any(value.get(key) for key in HOLDERS)
+        return any(value.values()) if name == "image" else any(value.get(key) for key in HOLDERS)
     if isinstance(value, list):
         return any(holds(name, each) for each in value)
+    if name == "image":
+        return bool(value) and not is_missing(value)
     if isinstance(value, str):
-        return bool(value) if name == "image" else LIKE_A_FILE.fullmatch(value.strip()) is not None
+        return LIKE_A_FILE.fullmatch(value.strip()) is not None
     return isinstance(value, bytes) and bool(value)

@@ -35,9 +35,14 @@ HELD = {
     "one of several": {"image_1": "a.png", "image_2": None},
     "capitals": {"Images": ["a.png"]},
     "a photo": {"photo_file": "a.JPEG"},
+    "a name": {"imageFileName": "a.png"},
+    "a struct of something else": {"image": {"src": "a"}},
+    "a number": {"image": 7},
 }
 NONE = {
     "nothing": {"image": None, "img": b"", "pictures": [], "photo": {"bytes": None, "path": None}, "image_url": ""},
+    "an empty cell": {"image": float("nan"), "image_path": "N/A", "photo_url": None},
+    "an empty struct": {"image": {"bytes": None, "path": None}},
     "facts of an image": {"image_id": "a.png", "image_width": 7, "has_image": True, "num_images": 2, "image_1": 7},
     "words": {"picture": "a red house", "question_image": "none"},
     "images that are read": {"images": ["a.png"], "image": "b.png"},
