@@ -38,8 +38,9 @@ class Problems(Sequence[dict[str, Any]]):
         shares: Sequence[tuple[int, float]] = (),
         made: JoinedRows | None = None,
         place: Callable[[int], str] = lambda row: f"row {row} of data.train",
+        unread: str = "",
     ) -> None:
-        self.place = place
+        self.place, self.unread = place, unread
         self._number, self._text, self.images = number, lru_cache(RECENT)(row), images
         self.digest = digest
         self.shares = shares
@@ -111,12 +112,15 @@ def load_problems(
     parts = [part for _, found in sources for part in found]
     rows = JoinedRows(parts)
     shares = [(sum(part.rows.number for part in found), weight) for weight, found in sources if weight is not None]
-    images = _images(rows, data, room)
-    return Problems(rows.starts[-1], rows.row, digest_of(parts), images, shares, rows if rows.made else None, rows.name)
+    images, made = _images(rows, data, room), rows if rows.made else None
+    given = images, shares, made, rows.name, _unread(rows, images)
+    return Problems(rows.starts[-1], rows.row, digest_of(parts), *given)
 
 
 def check_images(config: Config, problems: Problems, key: str = "train") -> ImageFormat | None:
     """None if no row has images. Raises ConfigError if they contradict the run file."""
+    if config.rollout.task == "single_turn":  # other tasks may show what they find in a row
+        _require_read(config, problems.unread)
     sizes = problems.images.num_bytes() if problems.images else []
     if not sizes:
         return None
@@ -151,8 +155,21 @@ def demonstrated_images(
 ) -> tuple[ImageRows | JoinedImages, ImageFormat] | None:
     """The images of demonstrations, and how the model sees them; None if no row has some. Raises ConfigError."""
     images = _images(rows, config.data, existing(config.run.path))
+    _require_read(config, _unread(rows, images))
     number = len(images.num_bytes()) if images else 0
     return (images, require_seeing(config, where, number)) if images and number else None
+
+
+def _unread(rows: JoinedRows, images: ImageRows | JoinedImages | None) -> str:
+    """The first row with an image that would not be seen, or ""."""
+    found = images.unread if images else None
+    return f"{rows.place(found[0])}: the row has {found[1]}" if found else ""
+
+
+def _require_read(config: Config, unread: str) -> None:
+    """Raise ProblemsError for an image that a model which sees would not see."""
+    if unread and ImageFormat.of_run(config):
+        raise ProblemsError(unread)
 
 
 def _images(rows: JoinedRows, data: DataConfig, room: Path | None) -> ImageRows | JoinedImages | None:

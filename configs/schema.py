@@ -196,9 +196,9 @@ class DataConfig(Section):
     min_pixels: Positive | None = None
     """Fewest pixels of an image as the model sees it: a smaller one is enlarged. null: the image processor's value."""
     max_pixels: Positive | None = 1_048_576
-    """Most pixels of an image as the model sees it: a larger one is made smaller. A token is 28 x 28 pixels with
-    Qwen2.5-VL, 32 x 32 with Qwen3-VL and Qwen3.5. Gemma 3 makes every image a square of 896 x 896 pixels, 256 tokens.
-    null: the image processor's value, often 16,384 tokens."""
+    """Most pixels of an image as the model sees it: a larger one is made smaller, but no side shorter than a token's,
+    which is 28 pixels with Qwen2.5-VL and 32 with Qwen3-VL and Qwen3.5. Gemma 3 makes every image a square of 896 x 896
+    pixels, 256 tokens. null: the image processor's value, often 16,384 tokens."""
     max_images: Positive = 8
     """Most images of one sample, later turns included; a row with more is refused."""
 

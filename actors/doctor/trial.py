@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import msgpack
 
-from buffer.data.image_rows import IMAGES
+from buffer.data.image_rows import IMAGES, MARK, num_slots
 from configs.architecture import is_proven
 from configs.data.sources import source_name
 from configs.hub_reach import is_skipped
@@ -259,6 +259,18 @@ def prompts(trial: Trial, config: Config, rows: Rows, _: int) -> None:
     judge_ends(trial.found, config, made)
     judge_template(trial.found, config, made, first)
     judge_tools(trial.found, config, rows)
+    if form:
+        judge_marks(trial.found, config, rows)
+
+
+def judge_marks(found: Judgement, config: Config, rows: Rows) -> None:
+    """Warn of marks of images in rows without images, which a model that sees reads as text."""
+    texts = ((number, row.get("prompt") or row.get("problem")) for number, row in rows if not row.get(IMAGES))
+    marked = [number for number, text in texts if num_slots(text)]
+    if marked and config.rollout.task == "single_turn":
+        share = f"{len(marked):,} of {len(rows):,} rows looked at have {MARK} and no images, such as row {marked[0]}"
+        remedy = f"the model reads {MARK} as text; name their images in the column {IMAGES}"
+        found.warnings.append(f"data.train: {source_name(config.data.train)}: {share}: {remedy}")
 
 
 def judge_tools(found: Judgement, config: Config, rows: Rows) -> None:

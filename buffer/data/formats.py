@@ -15,6 +15,7 @@ from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
+from itertools import repeat
 from math import isinf
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +26,7 @@ import pyarrow.csv as pc_csv
 import pyarrow.parquet as pq
 
 from buffer.data.columns import ColumnRules, ProblemsError, plain, require_servable
+from buffer.data.image_columns import may_hold, unread
 from buffer.data.image_rows import IMAGES
 from buffer.data.line_index import LineIndex, bounds_of
 from buffer.data.servable import MOST_BYTES, MOST_ENTRIES, MOST_NESTED, is_deep
@@ -42,8 +44,8 @@ EXACT = 2.0**53
 """From here on a float may be another number than the digits that were written."""
 MOST_BLOCK = 2**30
 
-Found = Iterable[tuple[Any, Any]]
-"""Images and text of each row."""
+Found = Iterable[tuple[Any, Any, str]]
+"""Images and text of each row, and why an image in another column would not be seen, or ""."""
 
 
 class FileRows(NamedTuple):
@@ -96,12 +98,10 @@ def _parquet(path: Path, rules: ColumnRules, where: str) -> FileRows:
     except pa.ArrowException as error:
         line = str(error).splitlines()[0]
         raise ProblemsError(f"{where}: not a readable parquet file ({line}); write it again") from None
-    return _table(table, rules, where, lambda texts: _images_in(file, held, texts) if held else None)
+    return _table(table, rules, where, _images_in(file, held) if held else None)
 
 
-def _table(
-    table: pa.Table, rules: ColumnRules, where: str, images: Callable[[pa.Table], Found | None] | None
-) -> FileRows:
+def _table(table: pa.Table, rules: ColumnRules, where: str, images: Iterator[Any] | None) -> FileRows:
     kept = {name: ours for name in table.column_names if (ours := rules.ours(name)) is not None}
     table = table.select(list(kept)).rename_columns(list(kept.values()))
     needed = rules.required(table.column_names, where)
@@ -115,7 +115,7 @@ def _table(
         truth = pc.struct_field(table.column("reward_model"), "ground_truth")
         _require_filled(truth, "reward_model.ground_truth", where)
     _require_servable(table, where)
-    found = images(table.select([needed[0]])) if images else None
+    found = _found(table, needed[0], images)
     types = {field.name: str(field.type).removeprefix("large_") for field in table.schema}
     return FileRows(table.num_rows, lambda index: plain(table.slice(index, 1).to_pylist()[0]), found, types)
 
@@ -166,12 +166,20 @@ def _longest(column: pa.ChunkedArray) -> float:
     return 0
 
 
-def _images_in(file: pq.ParquetFile, column: str, texts: pa.Table) -> Iterator[tuple[Any, Any]]:
-    row = 0
+def _found(table: pa.Table, text: str, images: Iterator[Any] | None) -> Found | None:
+    """`text`: the column of prompts. None if no column may hold an image."""
+    others = may_hold(tuple(table.column_names))
+    if images is None and not others:
+        return None
+    slices = (table.slice(row, ROWS_AT_ONCE) for row in range(0, table.num_rows, ROWS_AT_ONCE))
+    rows = (row for some in slices for row in some.select([text, *others]).to_pylist())
+    both = zip(rows, images or repeat(None, table.num_rows), strict=True)
+    return ((image, row[text], unread(row | {IMAGES: image})) for row, image in both)
+
+
+def _images_in(file: pq.ParquetFile, column: str) -> Iterator[Any]:
     for batch in file.iter_batches(ROWS_AT_ONCE, columns=[column]):
-        images = batch.column(0).to_pylist()
-        yield from zip(images, texts.slice(row, len(images)).column(0).to_pylist(), strict=True)
-        row += len(images)
+        yield from batch.column(0).to_pylist()
     pa.default_memory_pool().release_unused()  # a page of a column may hold a thousand images
 
 
@@ -225,7 +233,7 @@ def _checked(lines: Iterable[tuple[str, bytes]], rules: ColumnRules, where: str,
     for place, line in lines:
         values = _object(line, rules, f"{where}: {place}", form)
         rules.checked(values, f"{where}: {place}")
-        with_images |= IMAGES in values
+        with_images |= IMAGES in values or bool(unread(values))
     return with_images
 
 
@@ -234,9 +242,9 @@ def _rows_of(kept: Sequence[bytes], rules: ColumnRules, where: str, with_images:
         values = rules.row(json.loads(kept[index]), where)
         return {name: plain(value) for name, value in values.items() if name != IMAGES}
 
-    def found() -> Iterator[tuple[Any, Any]]:
+    def found() -> Iterator[tuple[Any, Any, str]]:
         for values in (rules.row(json.loads(kept[at]), where) for at in range(len(kept))):
-            yield values.get(IMAGES), values[rules.required(list(values), where)[0]]
+            yield values.get(IMAGES), values[rules.required(list(values), where)[0]], unread(values)
 
     return FileRows(len(kept), row, found() if with_images else None)
 

@@ -80,17 +80,20 @@ class ImageRows:
     ImageError; OSError where the disk is full."""
 
     def __init__(
-        self, found: Iterable[tuple[Any, Any]], folder: Path, most: int, every: int = 1, room: Path | None = None
+        self, found: Iterable[tuple[Any, Any, str]], folder: Path, most: int, every: int = 1, room: Path | None = None
     ) -> None:
         self.sizes: list[tuple[int, int]] = []
         """(height, width)"""
         self.broken: list[str] = []
+        self.unread: tuple[int, str] | None = None
+        """The first row with an image that would not be seen, and why."""
         self._folder, self._most, self._every = folder, most, every
         self._places: dict[int, list[ImagePlace]] = {}
         self._copy: mmap.mmap | bytes = b""
         mismatch = ""
         with tempfile.TemporaryFile(dir=room) as draft:
-            for row, (images, text) in enumerate(found):
+            for row, (images, text, problem) in enumerate(found):
+                self.unread = self.unread or ((row, problem) if problem else None)
                 places = self._add(row, images, draft)
                 if places:
                     self._places[row] = places
@@ -159,6 +162,8 @@ class JoinedImages:
         self._starts, self._parts = [start for start, _, _ in parts], [images for _, _, images in parts]
         self.sizes = [size for images in self._parts for size in images.sizes]
         self.broken = [f"{where}: {line}" for _, where, images in parts for line in images.broken]
+        unread = ((start + found[0], found[1]) for start, _, images in parts if (found := images.unread))
+        self.unread = next(unread, None)
 
     def of(self, row: int) -> ImageFiles | None:
         part = bisect_right(self._starts, row) - 1

@@ -27,6 +27,8 @@ FILE_KINDS = ("BMP", "GIF", "JPEG", "PNG", "TIFF", "WEBP")
 """PIL would run other programs for some others."""
 MAX_ASPECT = 200
 """As in transformers' `smart_resize`."""
+ROUNDING = 1e-9
+"""Relative error of `ImageFormat.size` in floating point, and more."""
 MAX_SOURCE_PIXELS = 89_478_485
 """PIL's own bound against files that grow to gigabytes."""
 BROKEN = (
@@ -180,6 +182,17 @@ class ImageFormat:
             scale = sqrt(self.min_pixels / (height * width))
             high, wide = ceil(height * scale / factor) * factor, ceil(width * scale / factor) * factor
         return high, wide
+
+    @cached_property
+    def max_tokens(self) -> int:
+        """Most tokens of an image. `max_pixels` may have fewer: sides are at least one `factor` long, and those of an
+        image that is enlarged are rounded up."""
+        if self.side is not None:
+            return (self.side // self.factor) ** 2
+        most, least = (pixels * (1 + ROUNDING) / self.factor**2 for pixels in (self.max_pixels, self.min_pixels))
+        narrow = sqrt(least / MAX_ASPECT)  # the shorter side, in tokens, of the narrowest image that is enlarged
+        enlarged = (n * ceil(least / max(n - 1, narrow)) for n in range(ceil(narrow), ceil(sqrt(least)) + 1))
+        return max(1, floor(most), floor(sqrt(MAX_ASPECT * most)), *enlarged)
 
     def levels(self) -> np.ndarray:
         """float32 [256, 3]: what the model sees of each byte."""

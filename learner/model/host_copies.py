@@ -1,4 +1,5 @@
-"""Keeps inputs of recomputed blocks in host memory (`learner.activation_checkpointing: offload`).
+"""Keeps in pinned host memory what the GPU has no room for: rows that are not computed yet, and inputs of recomputed
+blocks (`learner.activation_checkpointing: offload`).
 
 A stream copies a block's input while the block computes, and fetches it while the block after it is recomputed.
 """
@@ -15,6 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 INPUTS_HELD = 3
 """A GPU holds the recomputed block's input, the one fetched, and one on its way to the host."""
+
+
+def sent(x: Tensor, device: torch.device) -> Tensor:
+    """Copy `x` to `device`. From memory that is not pinned, a copy would wait for all that the GPU has queued."""
+    pinned = x.pin_memory() if device.type == "cuda" and x.device.type == "cpu" else x
+    return pinned.to(device, non_blocking=True)
 
 
 @dataclass

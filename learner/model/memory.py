@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
+from math import isqrt
 from typing import Any
 
 import psutil
@@ -43,7 +44,7 @@ from learner.model.master_weights import KINDS, PORTION, device_bytes
 from learner.model.recomputing import recompute
 from learner.model.towers import ImageBlocks, tower_parts
 from learner.model.value_head import replace_head
-from learner.model.vision import PATCHES_PER_TOKEN, Sight, freeze
+from learner.model.vision import COLOURS, PATCHES_PER_TOKEN, Sight, freeze
 
 log = logging.getLogger(__name__)
 GIB = 2**30
@@ -438,6 +439,8 @@ class ModelSizes:
     tower_is_trained: bool = False
     ends_of_tower: int = 0
     """Bytes per patch outside of the tower's blocks."""
+    given_to_tower: int = 0
+    """Bytes per patch: its colours, and what is computed of its place on the CPU."""
     softcap: bool = False
     idle: int = 0
     critic: int = 0
@@ -461,7 +464,7 @@ def _sizes_of(written: str, config_json: str) -> ModelSizes:
     output = empty.get_output_embeddings().weight  # type: ignore[no-untyped-call]
     held, costs, active = sum(p.nbytes for p in empty.parameters()), Costs.of(empty), active_parameters(empty)
     _cast(empty, model)
-    tower, trained, ends = _tower_trace(empty, model)
+    tower, trained, ends, given = _tower_trace(empty, model)
     return ModelSizes(
         empty.num_parameters(),
         empty.num_parameters(only_trainable=True),
@@ -477,6 +480,7 @@ def _sizes_of(written: str, config_json: str) -> ModelSizes:
         tower,
         trained,
         ends,
+        given,
         Epilogue.of(empty.config).softcap is not None,
         sum(p.numel() for part in idle_modules(empty) for p in part.parameters()),
         _critic_parameters(empty),
@@ -566,10 +570,10 @@ def _trained_on_meta(model: ModelConfig) -> PreTrainedModel:
     return empty
 
 
-def _tower_trace(empty: PreTrainedModel, model: ModelConfig) -> tuple[Traced | None, bool, int]:
+def _tower_trace(empty: PreTrainedModel, model: ModelConfig) -> tuple[Traced | None, bool, int, int]:
     parts = tower_parts(empty)
     if parts is None:
-        return None, False, 0
+        return None, False, 0, 0
     sight = Sight(empty, attention.of_tower("varlen"))
     config, dtype = empty.config.vision_config, getattr(torch, model.dtype)
     hidden = torch.zeros(META_TOKENS, config.hidden_size, dtype=dtype, device="meta")
@@ -580,17 +584,26 @@ def _tower_trace(empty: PreTrainedModel, model: ModelConfig) -> tuple[Traced | N
     ends += trained * dtype.itemsize * parts.embedding.weight[0].numel()  # type: ignore[operator, union-attr, index]  # the patches themselves
     n = len(parts.blocks)
     everything, matmuls, inputs = (n * size for size in traced[:3])
-    return Traced(everything, matmuls, inputs, n, dtype.itemsize * config.hidden_size, traced[3]), trained, ends
+    given = COLOURS * config.patch_size**2 + _layout_bytes(sight)
+    return Traced(everything, matmuls, inputs, n, dtype.itemsize * config.hidden_size, traced[3]), trained, ends, given
+
+
+def _layout_bytes(sight: Sight) -> int:
+    """Bytes per patch."""
+    side = isqrt(META_TOKENS)
+    laid_out = sight.tower.layout(torch.tensor([[1, side, side]]))
+    return -(-sum(x.nbytes for x in laid_out.values() if isinstance(x, Tensor)) // META_TOKENS)
 
 
 def _saved_by_tower(size: ModelSizes, learner: LearnerConfig) -> tuple[dict[str, int], int]:
-    """The inputs of a tower's blocks stay on the GPU."""
+    """The inputs of a tower's blocks stay on the GPU, and the pixels of the microbatch that is computed."""
     if size.tower is None:
         return {}, 0
     way: str = learner.activation_checkpointing
     way = "compiled" if learner.compile is True and way in ("none", "selective") else way
     kept, working = _saved(size.tower, way) if size.tower_is_trained else (0, 0)
-    return {"tower": PATCHES_PER_TOKEN * (kept + size.ends_of_tower)}, PATCHES_PER_TOKEN * working
+    images = {"tower": PATCHES_PER_TOKEN * (kept + size.ends_of_tower)}
+    return images | {"pixels": PATCHES_PER_TOKEN * size.given_to_tower}, PATCHES_PER_TOKEN * working
 
 
 def _meta_places() -> Tensor:

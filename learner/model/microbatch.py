@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from learner.model.host_copies import sent
 from learner.model.towers import PackedImages
 
 
@@ -144,7 +145,7 @@ class Microbatch:
                 return type(value)(*map(moved, value))
             if isinstance(value, PackedImages):
                 return value.to(device)
-            return value.to(device, non_blocking=True) if isinstance(value, Tensor) else value
+            return sent(value, device) if isinstance(value, Tensor) else value
 
         return Microbatch(**{name: moved(value) for name, value in vars(self).items()})
 

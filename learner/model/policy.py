@@ -174,12 +174,16 @@ class Policy(nn.Module):
         return logprobs
 
     def place(self, microbatch: Microbatch) -> Microbatch:
-        """Bring `microbatch` from the CPU to this policy's device, with this rank's slice of a shared row."""
+        """Bring `microbatch` from the CPU to this policy's device."""
+        return self.prepare(microbatch).to(self.device)
+
+    def prepare(self, microbatch: Microbatch) -> Microbatch:
+        """Add on the CPU what `forward` reads: sizes of images, this rank's slice of a shared row, copied keys."""
         if self.sight is not None and microbatch.images is not None:
             microbatch = replace(microbatch, images=self.sight.lay_out(microbatch.images))
         if self.context_group is not None:
             microbatch = context.cut(microbatch, self.context_group)
-        return microbatch.copying(self.sharing.most_copied).to(self.device)
+        return microbatch.copying(self.sharing.most_copied)
 
     def logprobs_of(self, tokens: Microbatch | Sequence[int]) -> list[float]:
         """Log-probabilities of `tokens[1:]` at temperature 1."""

@@ -10,6 +10,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from configs.architecture import MUTUAL
+from learner.model.host_copies import sent
 from learner.model.idle_parts import sees
 
 
@@ -48,7 +49,7 @@ class PackedImages:
 
     def to(self, device: torch.device) -> "PackedImages":
         def moved(x: Any) -> Any:
-            return x.to(device, non_blocking=True) if isinstance(x, Tensor) else x
+            return sent(x, device) if isinstance(x, Tensor) else x
 
         layout = {name: moved(x) for name, x in self.layout.items()}
         tensors = {name: moved(x) for name, x in vars(self).items() if isinstance(x, Tensor)}

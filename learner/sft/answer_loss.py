@@ -37,11 +37,8 @@ class AnswerSteps:
         texts = self.data.drawn(position, self.rows)
         tokens, trained = [len(text.tokens) for text in texts], num_trained(texts)
         cuts, own = own_cut(policy, texts, self.budget), dict[str, float]()
-        placed: Iterable[Microbatch] = self._placed(policy, cuts, own)
-        if self.data.images is None:
-            placed = list(placed)  # all now: copies block
         backward_began = time.perf_counter()
-        total, tally = self._backward(policy, placed, len(cuts), trained)
+        total, tally = self._backward(policy, self._placed(policy, cuts, own), len(cuts), trained)
         seen = _summed(own)
         update_began = time.perf_counter()
         metrics = {"loss": float(total) / trained} | self.optimizer.update(version)

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from buffer.data.image_rows import IMAGES
+from buffer.data.image_rows import IMAGES, num_slots
 from buffer.data.images import ImageFormat, Picture
 from configs.load import ConfigError
 from configs.schema import Config
@@ -89,6 +89,8 @@ class AnswerReader:
         self.prompts = Prompts(tokenizer, config, form)
         special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.ends = {*self.prompts.ends, *special}
+        self.marked: list[int] = []
+        """Rows without images in which a model that sees reads MARK as text."""
 
     def close(self) -> None:
         self.prompts.close()
@@ -99,9 +101,9 @@ class AnswerReader:
         for name, remedy in UNREAD.items():
             if row.get(name):
                 raise PromptError(f"the row has {name}, which supervised fine-tuning does not read; {remedy}")
-        if self.prompts.form and row.get("image") and not row.get(IMAGES):
-            problem = "the row has a column image, and images are read from a list in the column images"
-            raise PromptError(f"{problem}; write it so, leave it out, or set model.text_alone: true")
+        given = row.get("messages") or row.get("prompt") or row.get("problem")
+        if self.prompts.form and not row.get(IMAGES) and num_slots(given):
+            self.marked.append(index)
         row, pictures = self.prompts.with_pictures(row) if row.get(IMAGES) else (row, [])
         chat, trained = self._chat(row) if "messages" in row else self._pair(row)
         if not trained:

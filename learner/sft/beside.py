@@ -52,7 +52,7 @@ class Drawn:
     ) -> None:
         self._lengths, self._trained = [len(text.tokens) for text in texts], num_trained(texts)
         self._weight, self._rows, self._epoch = weight, rows, epoch
-        self.microbatches = [policy.place(microbatch) for microbatch in packed]
+        self.microbatches = packed
         self.total = torch.zeros((), dtype=torch.float64, device=policy.device)
         """This rank's -log p so far: [] float64."""
 

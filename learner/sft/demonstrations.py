@@ -13,6 +13,8 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from buffer.data.image_rows import IMAGES, MARK
+from buffer.data.images import counted
 from buffer.data.parts import JoinedRows, open_source
 from buffer.ledger import schedule
 from configs.data.sources import Source, SourceError, parts_of, source_name
@@ -111,8 +113,10 @@ def read_demonstrations(config: Config, key: str, source: Source, reader: Answer
     if images:
         log.info("%s: decoding the images of %d rows, each rank those of its share", key, number)
     mine = range(dist.get_rank(), number, dist.get_world_size())
+    reader.marked.clear()
     own, wrong = _converted(config, rows, images, mine, reader)
     _require(wrong)
+    _warn_of_marks([rows.place(number) for number in sorted(reader.marked)])
     ranges, start = list[SourceRows](), 0
     for weight, found in opened:
         stop = start + sum(part.rows.number for part in found)
@@ -126,6 +130,13 @@ def read_demonstrations(config: Config, key: str, source: Source, reader: Answer
         )
     log.info("%s: %d rows%s", key, len(made), f", {made.dropped} dropped: too long" if made.dropped else "")
     return made
+
+
+def _warn_of_marks(places: Sequence[str]) -> None:
+    if places:
+        line = "%s: the row has %s and no images%s; the model reads %s as text: name images in the column %s"
+        more = f", as {counted(len(places) - 1, 'more row')} of this rank's share" * (len(places) > 1)
+        log.warning(line, places[0], MARK, more, MARK, IMAGES)
 
 
 def _name(key: str) -> str:

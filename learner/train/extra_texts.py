@@ -17,7 +17,7 @@ class DrawnBeside(Protocol):
 
     @property
     def microbatches(self) -> Sequence[Microbatch]:
-        """On this rank's device; every rank has as many."""
+        """On the CPU; every rank has as many."""
 
     @property
     def total(self) -> Tensor:

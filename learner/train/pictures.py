@@ -64,8 +64,7 @@ class Placed(NamedTuple):
 
 def max_sample_patches(config: Config, form: ImageFormat) -> int:
     """Most patches of one sample's images."""
-    most = config.data.max_images * form.max_pixels // form.patch**2
-    return min(most, max_sample_tokens(config) * form.merge**2)
+    return min(config.data.max_images * form.max_tokens, max_sample_tokens(config)) * form.merge**2
 
 
 def open_images(part: Part, samples: Sequence[Sample], form: ImageFormat | None) -> tuple[Seen, str]:

@@ -34,6 +34,7 @@ from learner.model.top_tokens import TopTokens
 from learner.train import collectives
 from learner.train.batch import Batch
 from learner.train.extra_texts import TOTAL, DrawnBeside, TrainedBeside
+from learner.train.in_turn import RowsInTurn
 from learner.train.optimizer import Optimizer
 from learner.train.pictures import tower_work
 from learner.train.skipped import TAUGHT, UNFIT_ADVANTAGES, SkippedSteps
@@ -138,19 +139,19 @@ class Algorithm:
 
     def backward(self, policy: Policy, batch: Batch, drawn: DrawnBeside | None = None) -> dict[str, Tensor]:
         shared = self.shared_context(batch, policy.device, policy.counts)
-        microbatches = [policy.place(microbatch) for microbatch in batch.microbatches]  # all now: copies block
+        rows, more = RowsInTurn(policy, batch.microbatches), RowsInTurn(policy, drawn.microbatches if drawn else ())
+        number = len(rows) + len(more)
         with policy.gathering.held():
             if needs_first_pass(self.config):
-                shared["m2_limit"] = self._m2_limit(policy, microbatches, shared)
+                shared["m2_limit"] = self._m2_limit(policy, rows, shared)
             if batch.scattered and not is_tokenwise(self.config):
-                shared["sequence_log_ratio"] = self._log_ratios(policy, microbatches, shared)
-            sums, more = [], drawn.microbatches if drawn else ()
-            last = [*microbatches, *more][-1]
-            for microbatch in microbatches:
-                policy.gathering.reduce_after_next(last=microbatch is last)
+                shared["sequence_log_ratio"] = self._log_ratios(policy, rows, shared)
+            sums = []
+            for index, microbatch in enumerate(rows, 1):
+                policy.gathering.reduce_after_next(last=index == number)
                 sums.append(self.backward_of(policy, microbatch, shared))
-            for microbatch in more:
-                policy.gathering.reduce_after_next(last=microbatch is last)
+            for index, microbatch in enumerate(more, len(rows) + 1):
+                policy.gathering.reduce_after_next(last=index == number)
                 if drawn:
                     drawn.backward_of(policy, microbatch)
         advantages = shared["advantages"]
@@ -248,12 +249,12 @@ class Algorithm:
         taught = {row: self.teachers[name] for row, name in batch.teachers.items() if not masked[row]}
         return torch.tensor([*(taught.get(row, 0.0) for row in rows), 0.0], dtype=torch.float32)
 
-    def _log_ratios(self, policy: Policy, microbatches: list[Microbatch], shared: dict[str, Any]) -> Tensor:
+    def _log_ratios(self, policy: Policy, microbatches: RowsInTurn, shared: dict[str, Any]) -> Tensor:
         inputs = (loss_context(microbatch, shared).inputs(policy.score(microbatch)) for microbatch in microbatches)
         sums = [each.per_sequence(each.log_ratio)[: each.num_sequences] for each in map(LossInputs.clean, inputs)]
         return torch.stack(sums).sum(0)
 
-    def _m2_limit(self, policy: Policy, microbatches: list[Microbatch], shared: dict[str, Any]) -> Tensor:
+    def _m2_limit(self, policy: Policy, microbatches: RowsInTurn, shared: dict[str, Any]) -> Tensor:
         inputs = (loss_context(microbatch, shared).inputs(policy.score(microbatch)) for microbatch in microbatches)
         squares = torch.cat([m2_squares(each.clean()) for each in inputs])
         every = collectives.all_gather_ragged(squares if policy.counts else squares[:0])

@@ -211,7 +211,7 @@ def engine_arguments(config: Config, seed: int, cpu: bool, form: ImageFormat | N
         if sequences > CPU_STEP_TOKENS:
             defaults["max_num_batched_tokens"] = sequences
     else:
-        image_tokens = IMAGES_PER_STEP * form.max_pixels // form.factor**2 if form else 0
+        image_tokens = IMAGES_PER_STEP * form.max_tokens if form else 0
         tokens = defaults["max_num_batched_tokens"] = max(2 * sequences, MIN_STEP_TOKENS, image_tokens)
         if not GRAPH_KEYS & given.keys():
             defaults["max_cudagraph_capture_size"] = min(tokens, MAX_GRAPH_TOKENS)
@@ -265,7 +265,8 @@ def adapter_arguments(model: ModelConfig, given: Mapping[str, Any]) -> dict[str,
 
 def image_arguments(config: Config, form: ImageFormat) -> dict[str, Any]:
     """Images come decoded, resized and normalized, as the learner sees them."""
-    sizes: dict[str, Any] = {"size": {"shortest_edge": form.min_pixels, "longest_edge": form.max_pixels}}
+    largest = form.max_tokens * form.factor**2
+    sizes: dict[str, Any] = {"size": {"shortest_edge": form.min_pixels, "longest_edge": largest}}
     if form.side is not None:
         sizes = {"size": {"height": form.side, "width": form.side}, "do_pan_and_scan": False}
     arguments = {

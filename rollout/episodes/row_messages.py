@@ -4,6 +4,7 @@ image."""
 from collections.abc import Collection, Mapping
 from typing import Any
 
+from buffer.data.image_columns import holds, may_hold
 from buffer.data.image_rows import IMAGES, MARK
 from rollout.errors import PromptError
 
@@ -36,6 +37,10 @@ def message_of(number: int, message: Any, template: str, images: bool) -> dict[s
         known = f"{', '.join(ROLES)} are known, and roles that the chat template names"
         raise PromptError(f"message {number} has the role {role!r:.40}; {known}")
     found = {name: value for name, value in message.items() if value is not None}
+    held = [key for key in (IMAGES, *may_hold(tuple(found))) if not images and holds(key, found.get(key))]
+    if held:
+        problem = f"message {number} has the key {held[0]}, and images are read from the column {IMAGES} of the row"
+        raise PromptError(f"{problem}; move them there, and write {MARK} where one goes")
     content = found.get("content", "" if found.get("tool_calls") else None)
     return found | {"content": text_of(f"message {number}, of role {role!r},", content, images)}
 

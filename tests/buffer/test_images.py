@@ -90,6 +90,37 @@ def test_sizes_are_those_of_transformers(form, height, width):
     assert form.size(*size) == size, "a picture stays as it is"
 
 
+BOUNDS = [(3136, 1_048_576), (1, 100), (784, 784), (3136, 50_176), (90_000, 100_000), (1_048_576,) * 2]
+
+
+@FORMATS
+@given(bounds=st.sampled_from(BOUNDS), short=st.integers(1, 3000), aspect=st.floats(1, 200), high=st.booleans())
+def test_no_image_has_more_tokens_than_memory_is_planned_for(form, bounds, short, aspect, high):
+    form = replace(form, min_pixels=bounds[0], max_pixels=bounds[1])
+    size = (int(short * aspect), short) if high else (short, int(short * aspect))
+    assert form.num_tokens(*size) <= form.max_tokens
+
+
+@pytest.mark.parametrize(
+    ("bounds", "size", "tokens"),
+    [
+        ((3136, 1_048_576), (7 * 28, 191 * 28), 1337),  # as many as max_pixels holds
+        ((3136, 50_176), (20, 4000), 113),  # a strip, whose shorter side cannot be made smaller
+        ((784, 784), (1, 200), 15),
+        ((1_048_576, 1_048_576), (2, 297), 1784),  # enlarged, with both sides rounded up
+        ((1_048_576, 1_048_576), (10, 10), 1369),
+    ],
+)
+def test_images_of_extreme_shape_have_more_tokens_than_max_pixels(bounds, size, tokens):
+    form = replace(QWEN25, min_pixels=bounds[0], max_pixels=bounds[1])
+    assert form.num_tokens(*size) == tokens <= form.max_tokens
+    assert form.max_tokens == (1784 if size == (10, 10) else tokens)
+
+
+def test_all_squares_have_as_many_tokens():
+    assert GEMMA3.max_tokens == 256
+
+
 def test_a_digest_is_of_the_pixels_and_their_shape():
     pixels = noise(56, 112)
     first = Picture(pixels, QWEN25).digest

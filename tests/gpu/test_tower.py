@@ -12,6 +12,7 @@ from configs.model_facts import TOWER
 from learner.model import attention
 from learner.model.towers import ImageBlocks
 from learner.train.batch import Batch
+from learner.train.in_turn import RowsInTurn
 from learner.train.pictures import Placed, _blocks
 from tests.gpu.test_learner import gpu, near
 from tests.harness import world
@@ -135,3 +136,21 @@ def test_no_microbatch_waits_for_the_gpu(tmp_path: Path, gpu, kind: str, parts: 
             step.backward_of(policy, row, shared)
         finally:
             torch.cuda.set_sync_debug_mode("default")
+
+
+def test_microbatches_are_copied_without_waiting_for_the_gpu(tmp_path: Path, gpu) -> None:
+    """While the GPU has work, and with tensors of no bytes."""
+    model = seeing_model(tmp_path, "qwen3_vl").model_copy(update={"dtype": "bfloat16"})
+    form, policy = form_of(model), policy_of(model, gpu, LEARNER.model_copy(update={"attention": "varlen"}))
+    batch = Batch.from_part(make_pictured(form).part(3, [15], 0), 30, share_prompts=policy.sharing.prompts, form=form)
+    rows = RowsInTurn(policy, batch.microbatches)
+    for _ in range(2):  # the first time allocates pinned memory
+        torch.cuda.synchronize()
+        torch.cuda._sleep(10**9)
+        copies = list(rows)
+        waited = torch.cuda.current_stream().query()
+    assert not waited, "the copies came back while the GPU slept"
+    for ours, given in zip(copies, batch.microbatches, strict=True):
+        assert torch.equal(ours.tokens.cpu(), given.tokens)
+        if ours.images is not None and given.images is not None:
+            assert torch.equal(ours.images.pixels.cpu(), given.images.pixels)

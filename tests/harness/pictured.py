@@ -1,10 +1,12 @@
 """Batches with images for the learner's tests, and transformers' own answer to each sample of them."""
 
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
+import pytest
 import torch
 from transformers import AutoModelForImageTextToText
 
@@ -14,6 +16,7 @@ from buffer.wire.protocol import Part, RowImages
 from buffer.wire.sample import Sample, SampleImage
 from configs.schema import DataConfig, ModelConfig
 from learner.certify.images import given_images
+from learner.model.towers import PackedImages
 from tests.harness.tiny_vlm import encoded, picture, tiny_vlm
 from tests.harness.world import Entry, cut
 
@@ -133,3 +136,23 @@ def own_logprobs(own: Any, batch: Pictured, row: int, form: ImageFormat) -> torc
     logits = own(input_ids=given[None], **given_images(given.numpy(), seen)).logits[0, :-1]
     found = logits.log_softmax(-1).gather(-1, ids[1:, None]).squeeze(-1)
     return torch.cat([found.new_zeros(1), found])
+
+
+class Brought:
+    """Counts the images that were brought to a device."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.all = self.now = self.most = 0
+        bring = PackedImages.to
+
+        def counted(images: PackedImages, device: torch.device) -> PackedImages:
+            copy = bring(images, device)
+            self.all, self.now = self.all + 1, self.now + 1
+            self.most = max(self.most, self.now)
+            weakref.finalize(copy, self._gone)
+            return copy
+
+        monkeypatch.setattr(PackedImages, "to", counted)
+
+    def _gone(self) -> None:
+        self.now -= 1

@@ -338,3 +338,5 @@ def test_patches_of_a_sample_are_bounded_by_tokens_and_images(tmp_path: Path) ->
         given = {"model": model.model_dump(), "data": data, "sampling": sampling, "reward": {"function": "x"}}
         config = Config.model_validate(given)
         assert max_sample_patches(config, image_format(config)) == want
+    strip = config.model_copy(update={"data": config.data.model_copy(update={"max_pixels": 50_176})})
+    assert max_sample_patches(strip, image_format(strip)) == 2 * 4 * 113, "of 20 x 4,000 pixels"

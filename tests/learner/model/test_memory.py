@@ -28,7 +28,7 @@ from learner.model.memory import (
     least_microbatch,
     sizes_of,
 )
-from learner.model.microbatch import one_document
+from learner.model.microbatch import Microbatch, one_document
 from learner.model.vision import PATCHES_PER_TOKEN
 from learner.train.pictures import shown_row
 from learner.weights.buckets import DoubleBuffer
@@ -96,17 +96,22 @@ def test_activations_are_what_autograd_keeps(tmp_path: Path, mesh, saving: str) 
     assert ours == pytest.approx(kept_of(model, mesh, saving), rel=0.25)
 
 
-def kept_by_tower(model: ModelConfig, mesh, saving: str, patches: int) -> int:
-    """Bytes that the tower's forward pass keeps for so many patches, of one image where a model takes any size."""
-    policy = policy_of(model, mesh, LEARNER.model_copy(update={"activation_checkpointing": saving}))
-    form, seen = form_of(model), {}
+def pictured_row(model: ModelConfig, patches: int) -> Microbatch:
+    """A row of so many patches, of one image where a model takes any size."""
+    form = form_of(model)
     side = form.side or 0
     sides = (side, side) if side else (16 * form.patch, patches // 16 * form.patch)
     number = patches * form.patch**2 // prod(sides)
     pictures = [Picture(np.full((*sides, 3), colour, np.uint8), form) for colour in range(number)]
     tokens = pictures[0].num_tokens
     shown = [SeenImage(1 + at * tokens, picture) for at, picture in enumerate(pictures)]
-    row = policy.place(shown_row([([9, *[form.image_token] * (number * tokens)], shown)]))
+    return shown_row([([9, *[form.image_token] * (number * tokens)], shown)])
+
+
+def kept_by_tower(model: ModelConfig, mesh, saving: str, patches: int) -> int:
+    """Bytes that the tower's forward pass keeps for so many patches."""
+    policy = policy_of(model, mesh, LEARNER.model_copy(update={"activation_checkpointing": saving}))
+    row, seen = policy.place(pictured_row(model, patches)), {}
 
     def keep(tensor: torch.Tensor) -> torch.Tensor:
         seen.setdefault(tensor.untyped_storage()._cdata, tensor)
@@ -129,6 +134,16 @@ def test_the_tower_keeps_what_autograd_keeps(tmp_path: Path, mesh, kind: str, sa
     ours = estimate(model, learner, 1).candidates[0].per_token["tower"] / PATCHES_PER_TOKEN
     small, large = (kept_by_tower(model, mesh, saving, patches) for patches in (512, 1024))
     assert ours == pytest.approx((large - small) / 512, rel=0.25, abs=600)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_pixels_of_a_microbatch_are_counted(tmp_path: Path, mesh, kind: str) -> None:
+    model = seeing_model(tmp_path, kind)
+    counted = estimate(model, LEARNER, 1).candidates[0].per_token["pixels"] / PATCHES_PER_TOKEN
+    row = pictured_row(model, 1024)
+    images = policy_of(model, mesh).place(row).images
+    given = [images.pixels, *(x for x in images.layout.values() if isinstance(x, torch.Tensor))]
+    assert counted == pytest.approx(sum(x.nbytes for x in given) / len(images.pixels), rel=0.02)
 
 
 def test_frozen_parts_need_neither_gradients_nor_moments(tmp_path: Path) -> None:

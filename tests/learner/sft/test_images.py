@@ -35,7 +35,7 @@ from learner.train import collectives
 from learner.train.optimizer import Optimizer
 from learner.train.pictures import num_patches
 from tests.harness.demonstrated import jsonl, seeing_demonstrations, sft_config, update
-from tests.harness.pictured import form_of, make_pictured, seeing_model
+from tests.harness.pictured import Brought, form_of, make_pictured, seeing_model
 from tests.harness.tiny_vlm import KINDS, encoded, picture, tiny_tokenizer
 from tests.harness.world import LEARNER, algorithm_of, gradients, policy_of
 
@@ -215,6 +215,17 @@ def test_pixels_of_few_microbatches_are_in_memory(tmp_path: Path, mesh) -> None:
     assert max(alive) - before <= 3, "of this microbatch, of the one before, and a blank image"
 
 
+def test_pixels_of_few_microbatches_are_on_the_device_beside_samples_too(
+    tmp_path: Path, mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = config_of(tmp_path)
+    data, form, policy = read(config), form_of(config.model), policy_of(config.model, mesh)
+    algorithm, brought = algorithm_of(policy, 30, form=form), Brought(monkeypatch)
+    batch = algorithm.pack(policy, make_pictured(form).part(3, [15], 0))
+    algorithm.backward(policy, batch, Beside(data, len(data), 0.5, 30).draw(policy, batch.version))
+    assert brought.all > 8 and brought.most <= 3
+
+
 def test_the_memory_estimate_counts_the_images_of_the_largest_row(tmp_path: Path, mesh) -> None:
     config = config_of(tmp_path)
     train, held_out = read(config), read(config_of(tmp_path, rows=seeing_demonstrations(tmp_path / "seen", 1)))
@@ -310,8 +321,23 @@ def test_rows_with_images_for_a_model_of_text_are_refused(tmp_path: Path, mesh) 
     assert refused(alone) == f"data.train {seeing.data.train}: {why.format(seeing.model.path, *words)}"
     text = config_of(tmp_path / "text", rows=[{"problem": "a", "answer": "b"}])
     assert read(text).images is None and text.model.path != seeing.model.path
-    without = config_of(tmp_path, rows=[{"problem": "<image>what?", "answer": "red"}])
-    assert read(without).images is None, "in a file without images <image> is text like any other"
+
+
+def test_marks_without_images_are_text_and_warned_of(tmp_path: Path, mesh, caplog) -> None:
+    """In a file in which no row has an image."""
+    chat = [{"role": "user", "content": "<image>what?"}, {"role": "assistant", "content": "red"}]
+    rows = [{"problem": "what?", "answer": "red"}, {"problem": "<image>what?", "answer": "red"}, {"messages": chat}]
+    with caplog.at_level("WARNING"):
+        config = config_of(tmp_path, rows=rows)
+        assert read(config).images is None
+        (line,) = (record.getMessage() for record in caplog.records if "<image>" in record.getMessage())
+        assert line.startswith(
+            f"data.train {config.data.train}: line 2: the row has <image> and no images, as 1 more row of"
+        )
+        caplog.clear()
+        read(config_of(tmp_path, rows=rows[:1]))
+        read(config_of(tmp_path, rows=rows, model={"path": str(tmp_path / "model"), "text_alone": True}))
+        assert not any("<image>" in record.getMessage() for record in caplog.records)
 
 
 @pytest.mark.parametrize("change", ["gone", "other", "pixels"])

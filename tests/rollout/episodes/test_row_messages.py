@@ -57,6 +57,14 @@ def test_parts_are_joined_and_keys_that_are_null_left_out(template: str):
 
 
 WRONG: list[tuple[Row, str]] = [
+    (
+        {"prompt": [{"role": "user", "content": "which?", "images": ["a.png"]}]},
+        "message 0 has the key images, and images are read from the column images of the row; move them there, and w",
+    ),
+    (
+        {"prompt": [{"role": "user", "content": "which?", "image_url": "https://a.org/7"}]},
+        "message 0 has the key image_u",
+    ),
     (chat(("user", "hi"), ("assistant", None), ("user", "no")), "message 1, of role 'assistant', has the content None"),
     (chat(("user", [])), r"message 0, of role 'user', has the content \[\]; a text or a list of parts is needed"),
     (chat(("user", 7)), "message 0, of role 'user', has the content 7"),

@@ -110,7 +110,7 @@ def test_the_engine_knows_how_large_images_are(run: Config):
     form: Any = ImageFormat.of(run.model.path, run.data)
     plain, seeing = engine_arguments(run, 0, cpu=False), engine_arguments(run, 0, cpu=False, form=form)
     assert plain["skip_tokenizer_init"] and "limit_mm_per_prompt" not in plain
-    sizes: Any = {"size": {"shortest_edge": form.min_pixels, "longest_edge": 50176}}
+    sizes: Any = {"size": {"shortest_edge": form.min_pixels, "longest_edge": form.max_tokens * form.factor**2}}
     if form.side:
         sizes = {"size": {"height": form.side, "width": form.side}, "do_pan_and_scan": False}
     expected = {
@@ -125,5 +125,23 @@ def test_the_engine_knows_how_large_images_are(run: Config):
         expected["mm_device_do_normalize"] = False
     assert {key: seeing[key] for key in seeing.keys() - plain.keys() | {"skip_tokenizer_init"}} == expected
     large = run.model_copy(update={"data": run.data.model_copy(update={"max_pixels": 4096 * form.factor**2})})
-    wide: Any = replace(form, max_pixels=large.data.max_pixels)
+    wide: Any = replace(form, max_pixels=large.data.max_pixels, side=form.side and 64 * form.factor)
     assert engine_arguments(large, 0, cpu=False, form=wide)["max_num_batched_tokens"] == 4 * 4096
+
+
+def test_the_engine_plans_for_the_image_with_the_most_tokens(run: Config):
+    """vLLM would never schedule an image with more tokens than it expects."""
+    form: Any = ImageFormat.of(run.model.path, run.data)
+    given = engine_arguments(run, 0, cpu=False, form=form)["mm_processor_kwargs"]["size"]
+    largest = given["height"] * given["width"] if form.side else given["longest_edge"]
+    strip = form.num_tokens(20, 4000)
+    assert largest // form.factor**2 >= strip > (0 if form.side else form.max_pixels // form.factor**2)
+
+
+def test_the_trial_warns_of_marks_without_images(run: Config, tmp_path: Path):
+    rows = [(0, {"problem": "what <image>?", "answer": "red"}), (1, {"problem": "what?", "answer": "red"})]
+    (line,) = (line for line in try_out(["prompts"], run, rows).warnings if "<image>" in line)
+    marked = "1 of 2 rows looked at have <image> and no images, such as row 0: the model reads <image> as text; name"
+    assert line == f"data.train: {run.data.train}: {marked} their images in the column images"
+    alone = run.model_copy(update={"model": run.model.model_copy(update={"text_alone": True})})
+    assert not any("<image>" in line for line in try_out(["prompts"], alone, rows).warnings)

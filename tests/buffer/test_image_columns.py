@@ -1,0 +1,169 @@
+"""Images in columns from which none are read: a model that sees is not trained without them in silence."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pyarrow.csv
+import pyarrow.parquet as pq
+import pytest
+
+from actors.doctor.run_file import judge
+from buffer.data.image_columns import unread
+from buffer.problems import ProblemsError, check_images, load_problems
+from configs.load import ConfigError, load
+from configs.schema import Config
+from rollout.evaluation.players import load_sets
+from tests.buffer.test_images import CONFIG, PROCESSOR, RGB, file, model
+from tests.harness.weightless import add_weights
+
+PNG = file(RGB)
+TEXT = {"problem": "which?", "answer": "red"}
+SEEN = {"problem": "<image>which?", "answer": "red", "images": ["a.png"]}
+
+HELD = {
+    "a path": {"image": "a.png"},
+    "a path without an ending": {"image": "a"},
+    "an address": {"image_url": "https://example.org/7"},
+    "base64": {"image_base64": "data:image/png;base64,iVBORw0KGgo"},
+    "bytes": {"img": PNG},
+    "a struct of bytes": {"picture": {"bytes": PNG, "path": None}},
+    "a list": {"image_paths": ["photos/7"]},
+    "a list of structs": {"decoded_image": [{"bytes": None, "path": "a.png"}]},
+    "one of several": {"image_1": "a.png", "image_2": None},
+    "capitals": {"Images": ["a.png"]},
+    "a photo": {"photo_file": "a.JPEG"},
+    "a name": {"imageFileName": "a.png"},
+    "a struct of something else": {"image": {"src": "a"}},
+    "a number": {"image": 7},
+}
+NONE = {
+    "nothing": {"image": None, "img": b"", "pictures": [], "photo": {"bytes": None, "path": None}, "image_url": ""},
+    "an empty cell": {"image": float("nan"), "image_path": "N/A", "photo_url": None},
+    "an empty struct": {"image": {"bytes": None, "path": None}},
+    "facts of an image": {"image_id": "a.png", "image_width": 7, "has_image": True, "num_images": 2, "image_1": 7},
+    "words": {"picture": "a red house", "question_image": "none"},
+    "images that are read": {"images": ["a.png"], "image": "b.png"},
+    "other names": {"mirage": "a.png", "imagery": "a.png", "source": "photos/a.png"},
+    "videos, which are dropped with their reason": {"videos": ["a.mp4"]},
+}
+
+
+@pytest.mark.parametrize("row", HELD.values(), ids=HELD)
+def test_images_that_would_not_be_seen_are_found(row: dict[str, Any]) -> None:
+    problem = f"a column {next(iter(row))}, and images are read from a list in the column images; write it so, leave it"
+    assert unread(TEXT | row).startswith(problem) and unread(TEXT | row | {"images": []}).startswith(problem)
+
+
+def test_a_video_is_not_to_be_written_as_images() -> None:
+    assert unread(TEXT | {"video": "a.mp4"}).startswith("a column video, and only text and still images are shown")
+
+
+@pytest.mark.parametrize("row", NONE.values(), ids=NONE)
+def test_other_columns_are_left_alone(row: dict[str, Any]) -> None:
+    assert unread(TEXT | row) == ""
+
+
+def as_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.with_suffix(".jsonl").write_text("\n\n".join(map(json.dumps, rows)))
+    return path.with_suffix(".jsonl")
+
+
+def as_json(path: Path, rows: list[dict[str, Any]]) -> Path:
+    path.with_suffix(".json").write_text(json.dumps(rows))
+    return path.with_suffix(".json")
+
+
+def as_parquet(path: Path, rows: list[dict[str, Any]]) -> Path:
+    pq.write_table(pa.Table.from_pylist(rows), path.with_suffix(".parquet"))
+    return path.with_suffix(".parquet")
+
+
+def as_csv(path: Path, rows: list[dict[str, Any]]) -> Path:
+    pa.csv.write_csv(pa.Table.from_pylist(rows), path.with_suffix(".csv"))
+    return path.with_suffix(".csv")
+
+
+Write = Callable[[Path, list[dict[str, Any]]], Path]
+FORMATS: dict[Write, str] = {as_lines: "line 3", as_json: "row 1", as_parquet: "row 1", as_csv: "row 1"}
+"""The place of the second row."""
+ROWS = [TEXT | {"image": None}, TEXT | {"image": "a.png"}]
+
+
+@pytest.fixture
+def seeing(tmp_path: Path) -> Path:
+    (tmp_path / "a.png").write_bytes(PNG)
+    add_weights(Path(model(tmp_path, CONFIG, preprocessor_config=PROCESSOR)))
+    return tmp_path
+
+
+def run(folder: Path, train: Path, **settings: Any) -> Config:
+    given = {"model.path": folder, "data.train": train, "reward.function": "math", "run.folder": folder}
+    return load([f"--{name}={value}" for name, value in (given | settings).items()])
+
+
+def refused(config: Config, key: str = "train") -> str:
+    with pytest.raises(ProblemsError) as error:
+        check_images(config, load_problems(config.data.sources()[key], config.data), key)
+    return str(error.value)
+
+
+@pytest.mark.parametrize("write", FORMATS)
+def test_rows_whose_images_are_in_another_column_are_refused_in_each_format(seeing: Path, write: Write) -> None:
+    path = write(seeing / "train", ROWS)
+    problem = "the row has a column image, and images are read from a list in the column images; write it so, leave it"
+    line = f"data.train {path}: {FORMATS[write]}: {problem} out, or set model.text_alone: true"
+    config = run(seeing, path)
+    assert refused(config) == line
+    assert line in judge(config).refused, "before anything starts"
+
+
+@pytest.mark.parametrize("write", [as_lines, as_parquet])
+def test_rows_between_others_with_images_are_found(seeing: Path, write: Write) -> None:
+    null = {"images": None, "image": None}
+    path = write(seeing / "train", [null | SEEN, null | TEXT, null | SEEN | {"image": "a.png"}])
+    assert check_images(run(seeing, path), load_problems(path, run(seeing, path).data))
+    path = write(seeing / "train", [null | SEEN, null | TEXT, null | TEXT | {"image": "a.png"}])
+    assert "line 5: the row has a column image" in refused(run(seeing, path)).replace("row 2: ", "line 5: ")
+
+
+def test_a_row_of_the_second_file_is_named_by_its_file(seeing: Path) -> None:
+    for name, rows in (("a", [TEXT] * 3), ("b", ROWS)):
+        as_lines(seeing / name, rows)
+    config = run(seeing, seeing / "*.jsonl")
+    assert refused(config).startswith(f"data.train {seeing / 'b.jsonl'}: line 3: the row has a column image, and")
+
+
+def test_evaluation_sets_and_demonstrations_are_refused_too(seeing: Path) -> None:
+    train, other = as_lines(seeing / "train", [TEXT]), as_parquet(seeing / "other", ROWS)
+    evaluated = run(seeing, train, **{"data.eval": other})
+    line = f"data.eval {other}: row 1: the row has a column image, and images are read"
+    assert refused(evaluated, "eval").startswith(line)
+    assert any(each.startswith(line) for each in judge(evaluated).refused)
+    with pytest.raises(ConfigError, match="row 1: the row has a column image, and images are read"):
+        load_sets(evaluated)
+    shown = run(seeing, train, **{"data.demonstrations.path": other})
+    line = line.replace("data.eval", "data.demonstrations")
+    assert any(each.startswith(line) for each in judge(shown).refused)
+
+
+def test_who_does_not_see_or_shows_images_itself_may_have_such_columns(seeing: Path) -> None:
+    path = as_lines(seeing / "train", ROWS)
+    task = seeing / "task.py"
+    task.write_text("def task(row, chat):\n    return 1.0\n")
+    for settings in ({"model.text_alone": "true"}, {"rollout.task": f"{task}:task"}):
+        config = run(seeing, path, **settings)
+        problems = load_problems(path, config.data)
+        assert check_images(config, problems) is None and problems[1] == ROWS[1]
+
+
+def test_a_row_is_found_however_often_its_file_was_read(seeing: Path) -> None:
+    """The index of a file's lines, which lets a restart skip the check of each row, is not kept for such a file."""
+    path = as_lines(seeing / "train", ROWS)
+    config = run(seeing, path)
+    for _ in range(2):
+        problems = load_problems(path, config.data, index=seeing / "index")
+        with pytest.raises(ProblemsError, match="the row has a column image"):
+            check_images(config, problems)
