@@ -91,12 +91,12 @@ def _lacks(name: str, config: PreTrainedConfig) -> str | None:
 
 
 def head_widths(text: PreTrainedConfig) -> list[int]:
-    """Numbers of a head, as the config has them: of all its kinds, and of latent attention's parts together."""
+    """Numbers of a head, of each kind that the config has. A narrower value is filled up with zeros."""
+    if parts := getattr(text, "qk_nope_head_dim", None):
+        return [max(parts + text.qk_rope_head_dim, text.v_head_dim)]
     own = getattr(vars(text).get("_heterogeneity_spec"), "per_layer_overrides", {}).values()
     values = [item for part in (vars(text), *own) for item in part.items()]
     found = [size for key, size in values if key.endswith("head_dim") and isinstance(size, int)]
-    if parts := getattr(text, "qk_nope_head_dim", None):
-        found.append(parts + text.qk_rope_head_dim)
     return found or [text.hidden_size // text.num_attention_heads]
 
 
