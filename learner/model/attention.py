@@ -163,8 +163,8 @@ def why_unshared(config: PreTrainedConfig, name: str, device: torch.device, kept
 
 
 def why_no_trees(config: PreTrainedConfig, name: str, device: torch.device, kept: Sequence[str] = ()) -> str | None:
-    """Why attention `name` cannot share longer prefixes; None if it can. On CPUs sliding windows do not matter: all
-    keys of a text are copied.
+    """Why attention `name` cannot share longer prefixes; None if it can. Sliding windows do not matter: all keys of a
+    text are copied.
     """
     text = config.get_text_config()
     if kept:
@@ -173,8 +173,6 @@ def why_no_trees(config: PreTrainedConfig, name: str, device: torch.device, kept
         return f"the model has layers of {', '.join(other)}"
     if name == "sdpa" and device.type != "cpu":
         return f"attention sdpa computes trees on CPU only, and the learner is on {device.type}"
-    if device.type != "cpu" and why_unshared(config, name, device):
-        return "the model has sliding windows, and on a GPU trees have been compared for full attention alone"
     return None
 
 
