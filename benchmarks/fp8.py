@@ -105,12 +105,11 @@ def traced_keys(windows: Sequence[dict[str, float]]) -> list[str]:
 async def traced(engine: Engine) -> dict[str, float]:
     """GPU time by kind of kernel for a sampled token, and the share of the time in which any kernel runs."""
     await engine.collective("rl_trace", True, timeout_s=60.0)
-    before, since = engine.tokens, time.monotonic()
+    before = engine.tokens
     await asyncio.sleep(TRACE_S)
-    sampled, seconds = engine.tokens - before, time.monotonic() - since
     found: dict[str, float] = (await engine.collective("rl_trace", False, timeout_s=60.0))[0]
-    share = found.pop(AT_WORK) / seconds
-    return {AT_WORK: share} | {kind + US: 1e6 * time_s / sampled for kind, time_s in found.items()}
+    sampled = engine.tokens - before
+    return {AT_WORK: found.pop(AT_WORK)} | {kind + US: 1e6 * time_s / sampled for kind, time_s in found.items()}
 
 
 async def turns(args: argparse.Namespace) -> list[dict[str, float]]:

@@ -11,7 +11,8 @@ import pytest
         ("void vllm::reshape_and_cache_flash_kernel<__nv_bfloat16>", "attention"),
         ("void cutlass::Kernel2<cutlass_scaled_mm_sm90_fp8>", "matrix products"),
         ("void vllm::dynamic_per_token_scaled_fp8_quant_kernel_strided", "casts to FP8"),
-        ("triton_red_fused__log_softmax_0", "sampling and log-probabilities"),
+        ("_topk_log_softmax_kernel", "sampling and log-probabilities"),
+        ("triton_red_fused_cutlass_scaled_mm_rms_norm_0", "fused by the compiler"),
         ("void vllm::act_and_mul_kernel", "norms, activations, rotations"),
         ("Memcpy DtoH", "rest"),
     ],
@@ -23,8 +24,8 @@ def test_kernels_have_their_kind(kernel: str, kind: str) -> None:
     assert sums([(kernel, 5, 1_000_000_005), (kernel, 0, 1_000_000_000)]) == {kind: 2.0}
 
 
-def test_time_at_work_counts_kernels_that_overlap_once() -> None:
-    from benchmarks.runs.profiled_worker import joined_s
+def test_the_share_at_work_counts_kernels_that_overlap_once() -> None:
+    from benchmarks.runs.profiled_worker import share_at_work
 
-    spans = [(0, 10), (5, 20), (6, 7), (30, 40), (40, 50)]
-    assert joined_s(spans) == pytest.approx(40e-9) and joined_s([]) == 0
+    assert share_at_work([(30, 40), (10, 20), (15, 25), (16, 17), (40, 50)]) == pytest.approx(35 / 40)
+    assert share_at_work([]) == 0
