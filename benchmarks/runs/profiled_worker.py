@@ -1,4 +1,4 @@
-"""A worker of vLLM that tells what its GPU did for a while: seconds by kind of kernel, and the share of the time at work.
+"""A worker of vLLM that tells what its GPU did for a while: seconds by kind of kernel, and its share of time at work.
 
 A worker extension for `worker_extension_cls`: `benchmarks.runs.profiled_worker.ProfiledWorker`. Tracing slows a step
 down a little, so speeds are measured without it.
