@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from importlib.util import find_spec
+from itertools import product
 from typing import Any
 
 import torch
@@ -21,7 +22,7 @@ from configs.load import ConfigError
 from learner.model import bounds, context
 from learner.model.bounds import BOUNDS
 from learner.model.idle_parts import sees
-from learner.model.kernels import joined
+from learner.model.kernels import joined, tried
 from learner.model.microbatch import CopiedPrompts, SharedPrompts
 from learner.model.towers import ImageBlocks
 
@@ -63,11 +64,12 @@ def of_tower(name: str) -> str:
 def choose(wanted: str, device: torch.device, dtype: torch.dtype, config: PreTrainedConfig | None = None) -> str:
     """Take `wanted`, or for `auto` the first that works here and, with `config`, for this model. Raises ConfigError.
 
-    A `device` without an index must not be touched yet: no kernel is loaded.
+    A `device` without an index must not be touched yet: no kernel is loaded. One with an index tries the kernel, too.
     """
 
     def reason(name: str) -> str | None:
-        return _unusable(name, device, dtype) or (_lacks(name, config) if config else None)
+        problem = _unusable(name, device, dtype) or (_lacks(name, config) if config else None)
+        return problem or (_fault(name, device, dtype, config) if config and device.index is not None else None)
 
     if wanted == "auto":
         return next(name for name in AUTO if reason(name) is None)
@@ -88,6 +90,24 @@ def _lacks(name: str, config: PreTrainedConfig) -> str | None:
     if name == "flash4" and (wrong := [width for width in widths if not has_gradients(width)]):
         return f"computes wrong gradients for heads of {wrong[0]} numbers"
     return None
+
+
+def _fault(name: str, device: torch.device, dtype: torch.dtype, config: PreTrainedConfig) -> str | None:
+    """Logged, because `auto` would skip it silently."""
+    text = config.get_text_config()
+    if name == "sdpa":
+        return None
+    shared = 1 if hasattr(text, "qk_nope_head_dim") else text.num_attention_heads // heads_of_keys(text)
+    windows = {None, *([min(tried.WINDOW, window)] if (window := getattr(text, "sliding_window", None)) else [])}
+    for width, window in product(sorted(set(head_widths(text))), windows):
+        if problem := tried.fault(name, device, dtype, tried.Heads(2 * shared, 2, width, window)):
+            log.warning("learner.attention: %s %s", name, problem)
+            return problem
+    return None
+
+
+def heads_of_keys(text: PreTrainedConfig) -> int:
+    return getattr(text, "num_key_value_heads", None) or int(text.num_attention_heads)
 
 
 def head_widths(text: PreTrainedConfig) -> list[int]:
@@ -143,7 +163,7 @@ def most_copied(config: PreTrainedConfig) -> float:
     """Keys that a row may copy for short prompts, per token; negative: none."""
     text = config.get_text_config()
     heads: int = text.num_attention_heads
-    return MOST_GATHERED * heads / (getattr(text, "num_key_value_heads", None) or heads) - 1
+    return MOST_GATHERED * heads / heads_of_keys(text) - 1
 
 
 def why_unshared(config: PreTrainedConfig, name: str, device: torch.device, kept: Sequence[str] = ()) -> str | None:

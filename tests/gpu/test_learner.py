@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from configs.schema import AlgorithmConfig
 from learner.model import attention
 from learner.model.head import HeadOptions, chunked_loss, logprobs_and_entropy
-from learner.model.kernels import joined
+from learner.model.kernels import joined, tried
 from learner.model.microbatch import CopiedPrompts, SharedPrompts, lay_out
 from learner.train.batch import Batch
 from tests.harness import world
@@ -193,6 +193,15 @@ def test_heads_of_every_width_that_is_accepted(name: str, width: int) -> None:
         wanted = with_gradients(lambda q, k, v, seen=seen: by_mask(q, k, v, seen), *(x.float() for x in given))
         found = with_gradients(attending(row.to(torch.device("cuda")), name), *given)
         assert largest_error(found, wanted) < 2e-2
+
+
+@pytest.mark.parametrize(
+    ("name", "width"), [("varlen", 64), ("varlen", 80), *(pytest.param("flash4", x, marks=FLASH4) for x in (64, 80))]
+)
+def test_the_trial_before_a_run_finds_wrong_gradients(name: str, width: int) -> None:
+    for window in (None, tried.WINDOW):
+        found = tried.fault(name, torch.device("cuda", 0), torch.bfloat16, tried.Heads(12, 2, width, window))
+        assert ("off on heads" in found) == (name == "flash4" and not attention.has_gradients(width)), found
 
 
 @pytest.mark.parametrize("name", KERNELS)
