@@ -1,23 +1,30 @@
 """What drawing by difficulty saves a real model: sampled tokens until it solves .7 of the fit problems of a mixture.
 
-`python -m benchmarks.mixture --work DIR` runs the real processes: per seed and bound on the age one run that draws
-uniformly and one with `data.difficulty: {}`. Problems are Countdown's, as the prompts of the quickstart: 600 trivial
-ones, whose target is the sum, 300 fit ones, which need a minus, and 600 impossible ones, whose target no expression
-has. The student is as large as the quickstart's, and solves the trivial ones from the beginning: it was shown right
-answers to them, and to the others corrupted ones as the quickstart's. `mean@2` of all fit problems, at temperature 1,
-is taken after every EVERY versions; a run ends where it is .7.
+`python -m benchmarks.mixture --work DIR` runs the real processes: per seed and bound on the age one run with
+`data.difficulty: {}` and one that draws uniformly. Problems are Countdown's, as the prompts of the quickstart: 300
+trivial ones, two numbers and their sum; 150 fit ones, three numbers from 1 to 9 that need a minus; 300 impossible ones,
+whose target no expression has. The student is the quickstart's. It was shown right answers to trivial problems, and to
+the fit ones 60 % random expressions: at first it solves 99 % of the trivial problems and a third of the fit ones.
 
-One core or two on the CPU, hours long; with `--gpus 0 1 2 3` all runs go side by side, server and learner of a run on
-two GPUs. `--set learner.lr=1e-3` changes keys of all runs; what is in DIR is kept, and `--only nothing` makes no runs.
+Both runs train batches of 16 groups with variance, `batch.skip_zero_variance`, and differ in the tokens that such
+a batch costs; those of groups that are left out count. `mean@2` of all fit problems, at temperature 1,
+is taken after every EVERY versions. A run ends where it is .7. A run that draws uniformly ends without it as soon as
+the tokens of the run by difficulty are TARGET of its own; the share then is a bound.
+
+On two cores, about an hour in all; with `--gpus 0 1 2 3` all runs go side by side, server and learner of a run on two
+GPUs. `--set learner.lr=1e-3` changes keys of all runs; what is in DIR is kept, and `--only nothing` makes no runs.
 Prints one table; writes `benchmarks/results/mixture.json`.
 """
 
 import argparse
 import random
 import re
-from collections.abc import Iterator, Sequence
+import sqlite3
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import combinations_with_replacement, permutations
+from contextlib import closing
+from functools import cache, lru_cache
+from itertools import combinations_with_replacement, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,17 +43,20 @@ from examples.warm_start import make_model
 
 GOAL, TARGET = 0.7, 0.6
 """Share of the fit problems to be solved, and tokens by difficulty as a share of those of uniform drawing, at most."""
-KINDS = {"trivial": 600, "fit": 300, "impossible": 600}
+KINDS = {"trivial": 300, "fit": 150, "impossible": 300}
 """Problems of each kind."""
+LARGEST_ADDEND = 30
+"""Numbers of trivial problems are 1 to this."""
 SHOWN = {"trivial": 0.2, "fit": 0.6, "impossible": 0.2}
 """Shares of what the student is shown."""
-RANDOM_SHARE, UNTAGGED_SHARE = 0.4, 0.2
-"""Shares of corrupted and of untagged answers, among answers to problems that are not trivial."""
+RANDOM_SHARE = 0.6
+"""Share of random expressions among the answers to fit problems. All answers have their tags: otherwise problems
+without a solution would teach the tags."""
 EVERY, ANSWERS = 4, 2
 STEPS = 1300
 CHANGES: dict[str, Any] = {
-    "batch": {"groups": 32, "samples": 8},
-    "learner": {"lr": 8e-4, "schedule": "constant"},
+    "batch": {"groups": 16, "skip_zero_variance": True},
+    "learner": {"lr": 4e-4, "schedule": "constant"},  # runs end at different versions
     "eval": {"every": EVERY},
 }
 """What all runs change of the quickstart, before `--set`."""
@@ -73,21 +83,14 @@ def name_of(args: argparse.Namespace, plan: MixturePlan) -> str:
     return plan.name + "".join("-" + re.sub(r"[^\w.-]", "", word.partition(".")[2]) for word in args.set)
 
 
-def kind_of(numbers: Sequence[int], target: int) -> str:
-    """One of KINDS."""
-    if target == sum(numbers):
-        return "trivial"
-    return "fit" if solutions(numbers, target, "+-") else "impossible"
-
-
 def problems() -> list[Problem]:
     """KINDS of them, each once, in random order; the same in every call."""
     draw, found = random.Random(0), {kind: list[tuple[tuple[int, ...], int]]() for kind in KINDS}
+    found["trivial"] = [(pair, sum(pair)) for pair in product(range(1, LARGEST_ADDEND + 1), repeat=2)]
     for numbers in combinations_with_replacement(range(1, 10), 3):
-        for target in range(1, 28):
-            kind = kind_of(numbers, target)
-            orders = sorted(set(permutations(numbers)))
-            found[kind] += [(order, target) for order in (orders if kind == "trivial" else draw.sample(orders, 1))]
+        for target in (other for other in range(1, 28) if other != sum(numbers)):
+            kind = "fit" if solutions(numbers, target, "+-") else "impossible"
+            found[kind].append((tuple(draw.sample(numbers, 3)), target))
     chosen = [(kind, one) for kind, number in KINDS.items() for one in draw.sample(found[kind], number)]
     draw.shuffle(chosen)
     return [
@@ -115,8 +118,7 @@ def texts(rows: Sequence[Problem], draw: random.Random) -> Iterator[tuple[str, s
             continue
         corrupt = not right[index] or draw.random() < RANDOM_SHARE
         text = draw.choice(possible[index] if corrupt else right[index])
-        tagged = f"<answer>{text}</answer>" if draw.random() >= UNTAGGED_SHARE else text
-        yield render("short", draw.sample(numbers, len(numbers)), target), tagged
+        yield render("short", draw.sample(numbers, len(numbers)), target), f"<answer>{text}</answer>"
 
 
 def prepare(work: Path, seeds: Sequence[int]) -> None:
@@ -152,27 +154,66 @@ def config_of(args: argparse.Namespace, plan: MixturePlan) -> dict[str, Any]:
     return config
 
 
-def solved(records: Sequence[dict[str, Any]]) -> dict[int, float]:
-    """The solved share of the fit problems, by version."""
-    key = f"eval/fit/mean@{ANSWERS}"
-    return {int(one["eval/version"]): one[key] for one in records if key in one}
+class MixtureProgress(NamedTuple):
+    """A run so far."""
+
+    trained: int
+    """Versions."""
+    solved: Mapping[int, float]
+    """Solved share of the fit problems, by version."""
+    tokens: Mapping[int, int]
+    """Sampled until each of these versions, those of groups without variance included."""
+
+    @property
+    def goal(self) -> int | None:
+        """The first version that solves GOAL of the fit problems; None: none did."""
+        return min((version for version, share in self.solved.items() if share >= GOAL), default=None)
+
+    @property
+    def last(self) -> int:
+        """The last version that was evaluated."""
+        return max(self.solved)
 
 
-def tokens_to_goal(records: Sequence[dict[str, Any]]) -> tuple[int, float] | None:
-    """Version at which the goal was reached, and the tokens sampled until then; None: it never was."""
-    version = min((version for version, share in solved(records).items() if share >= GOAL), default=None)
-    if version is None:
-        return None
-    return version, sum(one["tokens_sampled"] for one in trained(records) if one["version"] <= version)
+def progress_of(folder: Path) -> MixtureProgress:
+    """Of the run in `folder`; what it has written is read again only if its metrics have grown."""
+    file = folder / "metrics.jsonl"
+    return read(folder, file.stat().st_size if file.exists() else 0)
 
 
-def play(args: argparse.Namespace, plan: MixturePlan) -> list[dict[str, Any]]:
-    """Run until the goal is reached or the versions are trained; the records. A run that has them is only read."""
-    folder = args.work / name_of(args, plan)
+@lru_cache(maxsize=32)
+def read(folder: Path, size: int) -> MixtureProgress:
+    """The progress of the run in `folder`, whose metrics have `size` bytes."""
+    records, key = records_in(folder / "metrics.jsonl"), f"eval/fit/mean@{ANSWERS}"
+    found = {int(one["eval/version"]): one[key] for one in records if key in one}
+    return MixtureProgress(len(trained(records)), found, {version: tokens_until(folder, version) for version in found})
+
+
+@cache
+def tokens_until(folder: Path, version: int) -> int:
+    """Tokens of all groups that were stored until the last batch of `version` was formed; this no longer changes."""
+    formed = "SELECT formed_at FROM batches WHERE version = ?"
+    with closing(sqlite3.connect(f"file:{folder / 'buffer.sqlite'}?mode=ro", uri=True)) as ledger:
+        query = f"SELECT COALESCE(SUM(sampled), 0) FROM items WHERE stored_at <= ({formed})"
+        return int(ledger.execute(query, (version - 1,)).fetchone()[0])
+
+
+def is_over(run: MixtureProgress, versions: int, by_difficulty: MixtureProgress | None = None) -> bool:
+    """Whether a run has its `versions` or the goal. One that draws uniformly is over without it when the tokens of the
+    run `by_difficulty` are TARGET of its own."""
+    if run.trained >= versions or run.goal is not None:
+        return True
+    if by_difficulty is None or by_difficulty.goal is None or not run.solved:
+        return False
+    return by_difficulty.tokens[by_difficulty.goal] <= TARGET * run.tokens[run.last]
+
+
+def play(args: argparse.Namespace, plan: MixturePlan) -> MixtureProgress:
+    """Run until the run `is_over`; its progress. A run that is over is only read."""
+    folder, peer = (args.work / name_of(args, each) for each in (plan, plan._replace(by_difficulty=True)))
 
     def done() -> bool:
-        records = records_in(folder / "metrics.jsonl")
-        return len(trained(records)) >= args.versions or tokens_to_goal(records) is not None
+        return is_over(progress_of(folder), args.versions, None if plan.by_difficulty else progress_of(peer))
 
     if args.only != "nothing" and not done():
         try:
@@ -183,33 +224,39 @@ def play(args: argparse.Namespace, plan: MixturePlan) -> list[dict[str, Any]]:
                 with Processes(file, gpus) as run:
                     for name in ("buffer", "rollout", "learner"):
                         run.start(name, name)
-                    run.wait("the goal, or the last version", done, args.budget_s)
+                    run.wait("the end of the run", done, args.budget_s)
         except (Died, TimeoutError) as error:
             progress(f"{plan.name}: {error}")
-    return records_in(folder / "metrics.jsonl")
+    return progress_of(folder)
 
 
-def rows_of(case: str, uniform: Sequence[dict[str, Any]], chosen: Sequence[dict[str, Any]]) -> list[ResultRow]:
+def rows_of(case: str, uniform: MixtureProgress, chosen: MixtureProgress) -> list[ResultRow]:
     """The figures of two runs that differ in their draws."""
-    shares = [solved(each) for each in (chosen, uniform)]
-    if not all(shares):
+    if not uniform.solved or not chosen.solved:
         return []
-    last = [share[max(share)] for share in shares]
-    found = [ResultRow("solved share of the fit problems at the end", last[0], "", "uniform drawing", last[1], case)]
-    by_difficulty, peer = tokens_to_goal(chosen), tokens_to_goal(uniform)
-    if by_difficulty is None:
-        return [*found, ResultRow(f"not {GOAL:g} within versions", max(shares[0]), "", "uniform", max(shares[1]), case)]
-    bound = "" if peer else ", less than"
-    versions, tokens = peer or (max(shares[1]), sum(one["tokens_sampled"] for one in trained(uniform)))
-    drawn = "uniform drawing" if peer else "uniform drawing, more than"
-    found.append(ResultRow(f"versions to {GOAL:g}", by_difficulty[0], "", drawn, versions, case))
-    found.append(ResultRow(f"sampled tokens to {GOAL:g}", by_difficulty[1], "", drawn, tokens, case))
-    return [*found, ResultRow(f"share of the tokens{bound}", by_difficulty[1] / tokens, "", "target", TARGET, case)]
+    share = "solved share of the fit problems"
+    first = ResultRow(f"{share} at first", chosen.solved[0], "", "uniform drawing", uniform.solved[0], case)
+    last = ResultRow(
+        f"{share} at the end", chosen.solved[chosen.last], "", "uniform drawing", uniform.solved[uniform.last], case
+    )
+    if chosen.goal is None:
+        return [first, last, ResultRow(f"not {GOAL:g} within versions", chosen.last, "", "uniform", uniform.last, case)]
+    reached, end = uniform.goal is not None, uniform.last if uniform.goal is None else uniform.goal
+    tokens, peer = chosen.tokens[chosen.goal], uniform.tokens[end]
+    drawn = "uniform drawing" if reached else "uniform drawing, more than"
+    what = "share of the tokens" if reached else "share of the tokens, less than"
+    return [
+        first,
+        last,
+        ResultRow(f"versions to {GOAL:g}", chosen.goal, "", drawn, end, case),
+        ResultRow(f"sampled tokens to {GOAL:g}", tokens, "", drawn, peer, case),
+        ResultRow(what, tokens / peer, "", "target", TARGET, case),
+    ]
 
 
 def plans(seeds: Sequence[int], staleness: Sequence[int], gpus: Sequence[int]) -> list[MixturePlan]:
-    """All runs, in pairs of uniform and by difficulty; each takes the next two GPUs."""
-    kinds = [(seed, age, chosen) for age in staleness for seed in seeds for chosen in (False, True)]
+    """All runs, in pairs of by difficulty and uniform; each takes the next two GPUs."""
+    kinds = [(seed, age, chosen) for age in staleness for seed in seeds for chosen in (True, False)]
     pairs = [(gpus[at % len(gpus)], gpus[(at + 1) % len(gpus)]) if gpus else None for at in range(len(kinds))]
     return [MixturePlan(*kind, pair) for kind, pair in zip(kinds, pairs, strict=True)]
 
@@ -238,7 +285,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with ThreadPoolExecutor(len(wanted) if args.gpus else 1) as pool:
         found = list(pool.map(lambda plan: play(args, plan), wanted))
     rows = []
-    for plan, uniform, chosen in zip(wanted[::2], found[::2], found[1::2], strict=True):
+    for plan, chosen, uniform in zip(wanted[::2], found[::2], found[1::2], strict=True):
         rows += rows_of(f"{plan.staleness}, seed {plan.seed}", uniform, chosen)
     write(args.out, "mixture", [row.line() for row in rows], show=True)
 

@@ -166,7 +166,7 @@ async def work(
     form = setup.prompts.form
     keys = load_client_keys(connection.keys.folder, "rollout", server="learner")
     receiver = Receiver(buffer.where, engine, connection.name, config.weights, form=form, keys=keys)
-    updates = PolicyUpdates(receiver, config.run.versions)
+    updates = PolicyUpdates(receiver, config.run.versions, buffer.nudged.set)
     episodes = setup.episodes(config, engine, config.sampling.temperature, config.batch.samples)
     episodes.first, episodes.teachers = FirstShown(setup.prompts), setup.teachers
     revoke = partial(episodes.abandon, failure=REVOKED)

@@ -74,15 +74,17 @@ async def until_last(weights: "PolicyUpdates", evaluator: "Evaluator", timeout_s
 
 
 class PolicyUpdates:
-    """`first` is set once a policy is in use, `last` once version `versions` is."""
+    """`first` is set once a policy is in use, `last` once version `versions` is. `beat` sends a heartbeat at once:
+    the buffer may hold an Ask back until this server has a newer version."""
 
-    def __init__(self, receiver: "Receiver", versions: int) -> None:
-        self.receiver, self.versions = receiver, versions
+    def __init__(self, receiver: "Receiver", versions: int, beat: Callable[[], None]) -> None:
+        self.receiver, self.versions, self._beat = receiver, versions, beat
         self.newest, self.first, self.last = -1, asyncio.Event(), asyncio.Event()
 
     def note(self, version: int) -> None:
         self.newest = version
         self.first.set()
+        self._beat()
         log.info("generating with version %d", version)
         self.expect(self.versions)
 

@@ -4,13 +4,14 @@ import asyncio
 
 import pytest
 
+from buffer.wire.client import RolloutClient, heartbeats
 from buffer.wire.protocol import WorkItem
 from rollout.concurrency import Places
 from rollout.episodes.episode import Episodes, Group
 from rollout.errors import EngineDead
 from rollout.loop import PolicyUpdates, follow, roll
 from rollout.tasks.trajectory import single_turn
-from tests.harness.buffer_process import buffer, group, make_requests, rollout
+from tests.harness.buffer_process import buffer, client, group, make_requests, rollout
 from tests.harness.fakes import (
     FakeBuffer,
     FakeEngine,
@@ -130,8 +131,30 @@ async def test_a_dead_engine_ends_the_loop_with_its_cause():
 async def test_follow_loads_each_policy_and_pauses_nothing():
     engine, _ = parts()
     weights = FakeWeights([0, 1, 4])
-    following = asyncio.create_task(follow(PolicyUpdates(weights, 9), engine, fake_evaluator(engine)))
+    following = asyncio.create_task(follow(PolicyUpdates(weights, 9, lambda: None), engine, fake_evaluator(engine)))
     await until(lambda: engine.version == 4 and len(weights.trail) == 6)
     following.cancel()
     assert weights.trail == ["load 0", "loaded 0", "load 1", "loaded 1", "load 4", "loaded 4"]
     assert engine.version == 4  # and the engine has no `paused` to call
+
+
+async def test_a_parked_ask_gets_its_items_as_soon_as_the_new_policy_is_in_use():
+    """With fresh samples only, a server asks for the next batch before the policy that may make it has come."""
+    engine, _ = parts()
+    engine.version = 0
+    async with buffer(make_requests(max_staleness=0, groups=1)) as it, client(it.address) as connection:
+        samples, batches = RolloutClient(connection, lambda: engine.version), it.requests.handlers.ledger.batches
+        beating = asyncio.create_task(heartbeats(samples, 3600.0, dict, lambda revoked: None))
+        (first,) = await samples.ask(2) or []
+        await samples.put(first, group(first.item))
+        asking = asyncio.create_task(samples.ask(2))
+        assert batches.take(0)
+        batches.trained(0)
+        await asyncio.sleep(0.2)
+        assert not asking.done(), "the buffer takes the server for one with version 0"
+        updates = PolicyUpdates(FakeWeights([1]), 9, samples.nudged.set)
+        following = asyncio.create_task(follow(updates, engine, fake_evaluator(engine)))
+        (second,) = await asyncio.wait_for(asking, 60) or []
+        assert second.version == 1
+        following.cancel()
+        beating.cancel()

@@ -74,7 +74,7 @@ def test_an_error_names_the_command_that_was_typed(tmp_path: Path, capsys: pytes
 
 
 async def test_events_are_set_once_the_first_policy_and_the_last_one_are_loaded():
-    updates = PolicyUpdates(FakeWeights([0, 1, 2]), versions=2)
+    updates = PolicyUpdates(FakeWeights([0, 1, 2]), versions=2, beat=lambda: None)
     firsts: list[tuple[bool, bool]] = []
 
     class Engine(FakeEngine):

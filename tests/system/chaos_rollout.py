@@ -165,14 +165,13 @@ class Policy:
         await asyncio.sleep(random.uniform(0, 0.02))
 
     async def loaded(self) -> None:
-        self.receiver.buffer.nudged.set()
         self.receiver.engine.first.set()
 
 
 def following(config: Config, buffer: RolloutClient, engine: Engine) -> Coroutine[Any, Any, None]:
     """The loop `follow` of a server that evaluates nothing."""
     evaluator = Evaluator(config, None, engine, buffer, None, None, [])  # type: ignore[arg-type]
-    updates = PolicyUpdates(Receiver(buffer, engine), config.run.versions)  # type: ignore[arg-type]
+    updates = PolicyUpdates(Receiver(buffer, engine), config.run.versions, buffer.nudged.set)  # type: ignore[arg-type]
     return follow(updates, engine, evaluator)  # type: ignore[arg-type]
 
 

@@ -40,7 +40,7 @@ class Server:
         self.buffer, self.weights, self.places = FakeEvaluations(due, busy), GivenPolicies(), Places(8, 1)
         self.weights.trail = self.buffer.trail
         self.evaluator = fake_evaluator(self.engine, self.buffer, SETS, self.places, timeout_s)
-        self.updates = PolicyUpdates(self.weights, 99)  # type: ignore[arg-type]
+        self.updates = PolicyUpdates(self.weights, 99, lambda: None)  # type: ignore[arg-type]
 
     async def __aenter__(self) -> "Server":
         following = follow(self.updates, self.engine, self.evaluator)  # type: ignore[arg-type]

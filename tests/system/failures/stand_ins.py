@@ -99,7 +99,7 @@ async def roll_out(config: Config) -> int:
         buffer = RolloutClient(client, lambda: engine.version)
         episodes = setup.episodes(config, engine, 1.0, config.batch.samples)  # type: ignore[arg-type]
         receiver = Receiver(buffer, engine)
-        updates = PolicyUpdates(receiver, config.run.versions)  # type: ignore[arg-type]
+        updates = PolicyUpdates(receiver, config.run.versions, buffer.nudged.set)  # type: ignore[arg-type]
         spare = SparePlaces(places, config.eval.share)
         evaluator = Evaluator(config, setup, engine, buffer, receiver, spare, sets)  # type: ignore[arg-type]
         revoke = partial(episodes.abandon, failure=Failure("the buffer took the lease back"))

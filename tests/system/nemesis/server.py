@@ -146,7 +146,7 @@ async def work(run: NemesisRun, config: Config, engine: Engine, client: Connecti
     episodes = Episodes(prompts, task, sampler, None, config.batch.samples)  # type: ignore[arg-type]
     where = through_proxy(buffer.where, run.port_of(client.name, "weights"))
     receiver = Receiver(where, engine, client.name, config.weights, keys=weights_keys(config), heartbeat_s=0.5)
-    updates = PolicyUpdates(receiver, config.run.versions)
+    updates = PolicyUpdates(receiver, config.run.versions, buffer.nudged.set)
     evaluator = Evaluator(config, None, engine, buffer, receiver, None, [])  # type: ignore[arg-type]
     revoke = partial(episodes.abandon, failure=Failure("the buffer took the lease back"))
     async with asyncio.TaskGroup() as tasks:
