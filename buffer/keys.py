@@ -17,6 +17,8 @@ from typing import Literal, NamedTuple, get_args
 
 import zmq
 
+from configs.writing import ELSEWHERE, FULL, MAKE_ROOM, write_error
+
 Role = Literal["buffer", "learner", "rollout", "launcher", "observer"]
 ROLES: tuple[Role, ...] = get_args(Role)
 TOKEN = "reward.token"
@@ -91,7 +93,10 @@ def make_keys(folder: Path) -> Path:
                 if not _has_keys(folder):
                     _put(folder, {role: Pair(*zmq.curve_keypair()) for role in ROLES}, secrets.token_urlsafe(32))
     except OSError as error:
-        raise KeysError(f"{folder}: keys cannot be made: {error.strerror}; see what is in it") from None
+        remedy = "see what is in it"
+        if write_error(error, folder):
+            remedy = MAKE_ROOM if error.errno in FULL else ELSEWHERE
+        raise KeysError(f"{folder}: keys cannot be made: {error.strerror}; {remedy}") from None
     return folder
 
 
