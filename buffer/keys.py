@@ -3,6 +3,7 @@
 `<run>/keys/` (mode 0700) holds `ROLE.public` and `ROLE.secret` (mode 0600), 40 characters of Z85 each.
 """
 
+import errno
 import fcntl
 import os
 import re
@@ -17,14 +18,15 @@ from typing import Literal, NamedTuple, get_args
 
 import zmq
 
-from configs.writing import ELSEWHERE, FULL, MAKE_ROOM, write_error
-
 Role = Literal["buffer", "learner", "rollout", "launcher", "observer"]
 ROLES: tuple[Role, ...] = get_args(Role)
 TOKEN = "reward.token"
 NAMES = (*(f"{role}.{half}" for role in ROLES for half in ("public", "secret")), TOKEN)
 Z85, TOKEN_TEXT = re.compile(rb"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]*"), re.compile(rb"[0-9a-zA-Z_-]*")
 """Characters of a key, and of the token."""
+REMEDIES = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room on its disk") | dict.fromkeys(
+    (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR), "make it writable, or name another place"
+)
 ANEW = "stop the run, remove {} and start it again"
 OLD_NAMES = ("server.public", "server.secret", "client.public", "client.secret")
 """Files of an older Headrace."""
@@ -93,9 +95,7 @@ def make_keys(folder: Path) -> Path:
                 if not _has_keys(folder):
                     _put(folder, {role: Pair(*zmq.curve_keypair()) for role in ROLES}, secrets.token_urlsafe(32))
     except OSError as error:
-        remedy = "see what is in it"
-        if write_error(error, folder):
-            remedy = MAKE_ROOM if error.errno in FULL else ELSEWHERE
+        remedy = REMEDIES.get(error.errno or 0, "see what is in it")
         raise KeysError(f"{folder}: keys cannot be made: {error.strerror}; {remedy}") from None
     return folder
 
