@@ -3,6 +3,7 @@
 `<run>/keys/` (mode 0700) holds `ROLE.public` and `ROLE.secret` (mode 0600), 40 characters of Z85 each.
 """
 
+import errno
 import fcntl
 import os
 import re
@@ -23,6 +24,9 @@ TOKEN = "reward.token"
 NAMES = (*(f"{role}.{half}" for role in ROLES for half in ("public", "secret")), TOKEN)
 Z85, TOKEN_TEXT = re.compile(rb"[0-9a-zA-Z.:+=^!/*?&<>()\[\]{}@%$#-]*"), re.compile(rb"[0-9a-zA-Z_-]*")
 """Characters of a key, and of the token."""
+REMEDIES = dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room on its disk") | dict.fromkeys(
+    (errno.EROFS, errno.EACCES, errno.EPERM, errno.ENOTDIR), "make it writable, or name another place"
+)
 ANEW = "stop the run, remove {} and start it again"
 OLD_NAMES = ("server.public", "server.secret", "client.public", "client.secret")
 """Files of an older Headrace."""
@@ -91,7 +95,8 @@ def make_keys(folder: Path) -> Path:
                 if not _has_keys(folder):
                     _put(folder, {role: Pair(*zmq.curve_keypair()) for role in ROLES}, secrets.token_urlsafe(32))
     except OSError as error:
-        raise KeysError(f"{folder}: keys cannot be made: {error.strerror}; see what is in it") from None
+        remedy = REMEDIES.get(error.errno or 0, "see what is in it")
+        raise KeysError(f"{folder}: keys cannot be made: {error.strerror}; {remedy}") from None
     return folder
 
 

@@ -187,7 +187,8 @@ def _images(rows: JoinedRows, data: DataConfig, room: Path | None) -> ImageRows 
 def _images_of(part: SourcePart, data: DataConfig, every: int, room: Path | None) -> ImageRows:
     assert part.rows.images is not None
     try:
-        return ImageRows(part.rows.images, data.image_dir or part.path.parent, data.max_images, every, room)
+        folder = data.image_dir or part.path.parent
+        return ImageRows(part.rows.images, part.rows.place, folder, data.max_images, every, room)
     except ImageError as error:
         raise ProblemsError(f"{part.where}: {error}") from None
     except (pa.ArrowException, UnicodeDecodeError) as error:

@@ -19,6 +19,8 @@ from typing import Any, NoReturn
 import yaml
 
 from configs.entrypoint import PARENT
+from configs.writing import removed_on_failure, writing
+from examples.kept import copy_whole
 
 Row = dict[str, Any]
 """A demonstration, as docs/sft.md has it."""
@@ -29,8 +31,8 @@ RUN_FILE = "lesson.yaml"
 
 
 def write_down(file: Path, rows: Iterable[Row]) -> None:
-    """Write demonstrations, one a line."""
-    with file.open("w", encoding="utf-8") as lines:
+    """Write demonstrations, one a line. Raises WriteError."""
+    with writing(file), removed_on_failure(file), file.open("w", encoding="utf-8") as lines:
         lines.writelines(json.dumps(row) + "\n" for row in rows)
 
 
@@ -90,7 +92,7 @@ def tune(out: Path, folder: Path, rows: Iterator[Row] | None, sections: Sections
     if not trained.is_dir():
         print(f"{folder / 'run'}: the training was ended before version {versions}; start it again", file=sys.stderr)
         sys.exit(1)
-    shutil.copytree(trained, out, dirs_exist_ok=True)
+    shutil.copytree(trained, out, copy_function=copy_whole, dirs_exist_ok=True)
     shutil.rmtree(checkpoints)
     return float(json.loads(records.read_text(encoding="utf-8").splitlines()[-1])["loss"])
 

@@ -3,19 +3,44 @@
 import argparse
 import json
 import logging
+import shutil
 import signal
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn
 
+import pyarrow as pa
+import pyarrow.parquet as pq
+
 from configs.entrypoint import DONE, run_and_exit
 from configs.plain_text import print_visible
-from configs.writing import writing
+from configs.writing import draft_of, removed_on_failure, write_text, writing
 
 
 def is_kept(record: Path, asked: dict[str, Any], *files: Path) -> bool:
     """Whether all `files` are there and `record`, a JSON file, says that they were made with the arguments `asked`."""
     return all(file.exists() for file in (record, *files)) and json.loads(record.read_text()) == asked
+
+
+def record_made(record: Path, asked: dict[str, Any]) -> None:
+    """Note the arguments `asked`, once all files are there. Raises WriteError."""
+    write_text(record, json.dumps(asked) + "\n")
+
+
+def write_rows(file: Path, rows: Sequence[dict[str, Any]]) -> None:
+    """Write `rows` as parquet, whole or not at all. Raises WriteError."""
+    draft = draft_of(file)
+    with writing(file), removed_on_failure(draft):
+        pq.write_table(pa.Table.from_pylist([*rows]), draft)
+        draft.replace(file)
+
+
+def copy_whole(old: str, new: str) -> None:
+    """Copy a file, whole or not at all: for `shutil.copytree`, which gathers OSErrors by their text."""
+    draft = draft_of(Path(new))
+    with removed_on_failure(draft):
+        shutil.copy2(old, draft)
+        draft.replace(new)
 
 
 def run_script(

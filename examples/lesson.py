@@ -6,7 +6,6 @@ demonstrations and the run in `lesson/`; the same arguments give the same answer
 """
 
 import argparse
-import json
 import random
 import time
 from collections.abc import Callable, Iterator
@@ -16,7 +15,7 @@ from typing import Any
 import torch
 
 from examples.fine_tuning import Row, Sections, begun, tune
-from examples.kept import is_kept
+from examples.kept import is_kept, record_made
 
 Messages = list[dict[str, str]]
 Shown = Callable[[random.Random], tuple[Messages, str]]
@@ -51,7 +50,7 @@ def teach(args: argparse.Namespace, shown: Shown, **asked: Any) -> str:
     with begun(folder):
         made.unlink(missing_ok=True)
         tune(args.out, folder, demonstrations(shown, random.Random(args.seed)), run_file(args))
-        made.write_text(json.dumps(asked) + "\n")
+        record_made(made, asked)
     return f"{args.out}: {args.steps} steps of {args.batch} answers, {time.monotonic() - began:.0f} s"
 
 

@@ -6,7 +6,6 @@ Takes a minute or two on one thread; the same arguments give the same weights. T
 the run stay in `warm_start/`.
 """
 
-import json
 import string
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -18,7 +17,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM,
 from transformers.utils.logging import disable_progress_bar
 
 from examples.fine_tuning import Row, Sections, begun, tune
-from examples.kept import is_kept
+from examples.kept import is_kept, record_made
 
 END, PAD = "<|endoftext|>", "<|pad|>"
 SPELLED = "ĠĊ"
@@ -130,6 +129,6 @@ def teach(
         made.unlink(missing_ok=True)
         count = write(random_model(out))
         loss = tune(out, folder, rows, sections)
-        made.write_text(json.dumps(asked) + "\n")
+        record_made(made, asked)
     seconds = time.monotonic() - began
     return f"{out}: {count:,} parameters, loss {loss:.3f} after {steps} steps, {seconds:.0f} s"

@@ -44,8 +44,11 @@ def reward_file(function: Callable[..., Any], folder: Path) -> str:
     file = folder / f"{function.__name__}_{hashlib.sha256(text.encode()).hexdigest()[:8]}.py"
     folder.mkdir(parents=True, exist_ok=True)
     draft = file.with_suffix(f".{os.getpid()}")
-    draft.write_text(text, encoding="utf-8")
-    draft.replace(file)
+    try:
+        draft.write_text(text, encoding="utf-8")
+        draft.replace(file)
+    finally:
+        draft.unlink(missing_ok=True)
     return f"{file}:{function.__name__}"
 
 

@@ -61,7 +61,7 @@ from learner.certify import process
 from learner.checkpoint import Checkpoints, NoDiskSpace
 from learner.critic.critic import Critic
 from learner.drain import Stopping
-from learner.mesh import default_store, process_group, replica, shards
+from learner.mesh import default_store, on_every_rank, process_group, replica, shards
 from learner.model import flops, state
 from learner.model.lora.base import Base
 from learner.model.memory import OutOfMemory, explain_out_of_memory, gpu_memory
@@ -152,7 +152,7 @@ def train(
         saved = path / "checkpoints", config.model, config.learner, algorithm.optimizer, versions, shards(mesh)
         checkpoints = Checkpoints(*saved, beside.position if beside else None, critic=algorithm.critic)
         checkpoints.ranks.check_folder()
-        weights = open_weights_wire(config, policy, mesh, form)
+        weights = on_every_rank(partial(open_weights_wire, config, policy, mesh, form))
         trackers = [
             Tracker(name, path, config.run.name, disclosed(config)) for name in config.log.trackers if rank == 0
         ]

@@ -4,11 +4,12 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from datetime import timedelta
 from errno import EADDRINUSE
 from ipaddress import ip_address
+from typing import TypeVar
 
 import psutil
 import torch
@@ -17,6 +18,7 @@ from torch.distributed import HashStore, PrefixStore, Store, TCPStore  # type: i
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _get_default_store
 
+from buffer.keys import KeysError
 from configs.load import ConfigError
 from configs.schema import Config, LearnerConfig
 from configs.variables import gloo_here
@@ -24,6 +26,7 @@ from learner import watchdog
 from learner.weights.channel import own_address
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 MEET_S = 300.0
 AGAIN_S = 0.5
 THERE_IS_A_STORE = "TORCHELASTIC_USE_AGENT_STORE"
@@ -135,6 +138,21 @@ def replica(mesh: DeviceMesh) -> int:
     coordinate = mesh.get_coordinate()
     assert coordinate is not None, "every rank is in it"
     return coordinate[0] if mesh.ndim == 2 else 0
+
+
+def on_every_rank(decide: Callable[[], T]) -> T:
+    """Return this rank's `decide()`. Raises ConfigError on every rank if it raises that, or KeysError, on any rank: the
+    others would wait for that rank in their next collective. A collective, and `decide` must contain none."""
+    found, problems = list[T](), list[str]()
+    try:
+        found.append(decide())
+    except (ConfigError, KeysError) as error:
+        problems += str(error).splitlines()
+    every: list[list[str]] = [[] for _ in range(dist.get_world_size())]
+    dist.all_gather_object(every, problems)
+    if refused := next(filter(None, every), None):  # of the first rank: others differ by a few bytes
+        raise ConfigError(refused)
+    return found[0]
 
 
 def choose_interface(environment: MutableMapping[str, str]) -> None:

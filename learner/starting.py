@@ -2,6 +2,7 @@
 
 import logging
 import os
+from functools import partial
 from importlib.util import find_spec
 
 import torch
@@ -14,7 +15,7 @@ from configs.critic import keeps_critic
 from configs.load import ConfigError
 from configs.publishing import copies_over
 from configs.schema import Config
-from learner.mesh import ranks_of_node, shards
+from learner.mesh import on_every_rank, ranks_of_node, shards
 from learner.model import attention, float8, loading, speed, state
 from learner.model.experts.mixture import check_experts
 from learner.model.memory import Estimate, choose_gather, gpu_memory, least_microbatch, memory_budget
@@ -68,7 +69,7 @@ def configure_process(config: Config, device: torch.device) -> torch.device:
 
 def decide_speed(config: Config, memory: int | None, mesh: DeviceMesh, patches: int) -> Config:
     """Decide `learner.compile`, `activation_checkpointing` and `head_chunk_tokens`. A collective: GPUs may differ.
-    `memory`: bytes of this rank's GPU. `patches`: the most of one sample."""
+    `memory`: bytes of this rank's GPU. `patches`: the most of one sample. Raises ConfigError, on every rank."""
     written, versions, on_gpu = config.learner, config.run.versions, memory is not None
     tokens, reference = least_microbatch(config, patches), keeps_reference(config)
     sends = copies_over(config, shards(mesh), mesh.get_rank())
@@ -77,7 +78,7 @@ def decide_speed(config: Config, memory: int | None, mesh: DeviceMesh, patches: 
     for learner in (written, automatic):
         ways = speed.fastest_first(learner, on_gpu, versions)
         sizes = shards(mesh), memory, tokens, reference, sends, keeps_critic(config)
-        decided.append((ways, speed.choose(config.model, ways, *sizes)))
+        decided.append((ways, on_every_rank(partial(speed.choose, config.model, ways, *sizes))))
     agreed = collectives.all_reduce_max(*(index for _, index in decided))
     chosen, best = (ways[int(index)] for (ways, _), index in zip(decided, agreed, strict=True))
     speed.report(written, chosen, on_gpu, versions, tokens)
@@ -86,11 +87,11 @@ def decide_speed(config: Config, memory: int | None, mesh: DeviceMesh, patches: 
 
 
 def decide_gather(config: Config, device: torch.device, mesh: DeviceMesh, patches: int) -> Config:
-    """Decide `learner.gather: auto`. A collective."""
+    """Decide `learner.gather: auto`. Raises ConfigError, on every rank. A collective."""
     tokens, reference = least_microbatch(config, patches), keeps_reference(config)
     sends = copies_over(config, shards(mesh), mesh.get_rank())
     sizes = shards(mesh), gpu_memory(device), tokens, reference, sends, keeps_critic(config)
-    own = choose_gather(config.model, config.learner, *sizes)
+    own = on_every_rank(partial(choose_gather, config.model, config.learner, *sizes))
     (apart,) = collectives.all_reduce_max(own.gather == "pass")
     if apart and own.gather == "batch":
         log.info("learner.gather: pass, as another rank has no room for batch")
@@ -102,8 +103,9 @@ def decide_budget(
     config: Config, device: torch.device, mesh: DeviceMesh, reference: bool, sends: int, patches: int
 ) -> tuple[Estimate, int]:
     """Estimate this rank's memory, and decide the tokens of every rank's microbatches: as many as all have room for.
-    Raises ConfigError. A collective."""
-    expected, own = memory_budget(config, device, shards(mesh), reference, sends, patches)
+    Raises ConfigError, on every rank. A collective."""
+    given = config, device, shards(mesh), reference, sends, patches
+    expected, own = on_every_rank(partial(memory_budget, *given))
     (least,) = collectives.all_reduce_max(-own)
     budget = int(-least)
     if budget < own:

@@ -112,8 +112,11 @@ class Watchdog:
 
     def _expire(self, entry: dict[str, Any], waited: float, note: Note) -> None:
         path = self.folder / f"flight-{self.rank}.json"
-        private_folder(path.parent)
-        path.write_text(json.dumps(flight_record(active=False)))
+        try:
+            private_folder(path.parent)
+            path.write_text(json.dumps(flight_record(active=False)))
+        except OSError as error:  # a full disk must not keep this process alive
+            log.warning("watchdog: %s cannot be written: %s", path, error.strerror)
         first = self._ask(lambda: self._store.add("verdicts", 1) == 1)
         if first is not False:  # one line from all ranks, if they can agree
             line = verdict(entry, waited, self._ask(self._notes) or {self.rank: note}, self.rank, self.timeout_s, path)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from buffer.store.lock import InUse, lock_of, locked
-from buffer.store.past import Past, begin_with, losses, past
+from buffer.store.past import BEGINS, Past, begin_with, losses, past
 from configs import resume
 from configs.checkpoint_files import complete, damage, fault, folder_of, newest
 from configs.load import ConfigError
@@ -145,7 +145,7 @@ def copy(source: Source, run: Path) -> None:
     final = folder_of(run / "checkpoints", source.version)
     partial = final.with_suffix(".tmp")
     shutil.rmtree(partial, ignore_errors=True)
-    with writing(final), removed_on_failure(partial):
+    with writing(final), removed_on_failure(partial), removed_on_failure(run / BEGINS):
         shutil.copytree(source.checkpoint, partial, copy_function=_link)
         begin_with(run, source.version)
         partial.rename(final)

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 from actors.process import FINAL, Event, EventKind, Process
 from actors.supervise.cluster.node_keeper import Whereabouts
 from actors.supervise.keeper import Ends
+from buffer.wire.awake import wait_awake
 from configs.entrypoint import DONE, ENDINGS, unless
 
 TOGETHER_S = 120.0
@@ -100,7 +101,7 @@ class Gang:
         self._stopping.set()
         self._limit_s = timeout_s
         await self._each(lambda member: member.drain(timeout_s))
-        await asyncio.wait({self._keeping}, timeout=timeout_s)
+        await wait_awake({self._keeping}, timeout_s)
         await self.kill()
 
     def release(self) -> None:

@@ -73,9 +73,13 @@ class Guarded:
             self._socket.shutdown(socket.SHUT_WR)
 
     def wait(self) -> int:
-        """The exit code, 128 + N for signal N, once nothing is left."""
+        """The exit code, 128 + N for signal N, once nothing is left; LOST, once the command has ended, if the guard was
+        killed."""
         with self._socket:
-            return int(receive(self._socket, {}).get("code", LOST))
+            code = receive(self._socket, {}).get("code")
+        if code is None and self.pid is not None:  # the kernel closes a dead guard's socket before it kills the command
+            await_end(self.pid)
+        return LOST if code is None else int(code)
 
 
 OWNED: WeakSet[Guarded] = WeakSet()
@@ -186,6 +190,18 @@ def receive(end: socket.socket, at_end: Any) -> Any:
         if message:
             return json.loads(message)
     return at_end
+
+
+def await_end(pid: int) -> None:
+    """Wait, STUCK_S at most, until process `pid`, which need not be a child, has ended."""
+    with contextlib.suppress(OSError):  # it has ended already, or the kernel has no such call
+        process = os.pidfd_open(pid)
+        try:
+            waiting = select.poll()
+            waiting.register(process, select.POLLIN)
+            waiting.poll(1000 * STUCK_S)
+        finally:
+            os.close(process)
 
 
 def descendants() -> list[psutil.Process]:

@@ -17,6 +17,7 @@ from typing import BinaryIO
 
 from actors.process import FINAL, JUDGES, PROGRESS, Event, EventKind, Process
 from actors.supervise.guard import Guarded
+from buffer.wire.awake import TICK_S, AwakeClock
 from configs import entrypoint
 from configs.entrypoint import ABOVE, BAD_INPUT, DONE, ENDINGS, PARENT
 from configs.plain_text import colourless, conceal, visible
@@ -61,13 +62,17 @@ class Keeper:
             return [event for event in self._events if event.number > after]
 
     def drain(self, timeout_s: float) -> None:
-        """The process may read the timeout (`entrypoint.notice_s`)."""
+        """The process may read the timeout (`entrypoint.notice_s`). Time for which this process is stopped does not
+        count."""
         with self._changed:
             if not self._ending.is_set():  # a second SIGTERM would force the process
                 with suppress(OSError):
                     self._notice.write_text(f"{timeout_s:.1f}", encoding="utf-8")
                 self._end(lambda guarded: guarded.signal(signal.SIGTERM))
-        self._thread.join(timeout_s)
+        clock = AwakeClock()  # the process may be stopped together with this one, as by Ctrl-Z
+        until = clock.now() + timeout_s
+        while self._thread.is_alive() and (left_s := until - clock.now()) > 0:
+            self._thread.join(min(left_s, TICK_S))
         self.kill()
 
     def kill(self) -> None:

@@ -10,7 +10,7 @@ import os
 import stat
 import tempfile
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, NamedTuple, overload
 
@@ -76,18 +76,24 @@ class ImageFiles(Sequence[bytes]):
 
 
 class ImageRows:
-    """`every`: of so many rows, one row's images are looked at. `room`: a folder on the disk for the copy. Raises
-    ImageError; OSError where the disk is full."""
+    """`place` names a row. `every`: of so many rows, one row's images are looked at. `room`: a folder on the disk for
+    the copy. Raises ImageError; OSError where the disk is full."""
 
     def __init__(
-        self, found: Iterable[tuple[Any, Any, str]], folder: Path, most: int, every: int = 1, room: Path | None = None
+        self,
+        found: Iterable[tuple[Any, Any, str]],
+        place: Callable[[int], str],
+        folder: Path,
+        most: int,
+        every: int = 1,
+        room: Path | None = None,
     ) -> None:
         self.sizes: list[tuple[int, int]] = []
         """(height, width)"""
         self.broken: list[str] = []
         self.unread: tuple[int, str] | None = None
         """The first row with an image that would not be seen, and why."""
-        self._folder, self._most, self._every = folder, most, every
+        self._place, self._folder, self._most, self._every = place, folder, most, every
         self._places: dict[int, list[ImagePlace]] = {}
         self._copy: mmap.mmap | bytes = b""
         mismatch = ""
@@ -99,7 +105,7 @@ class ImageRows:
                     self._places[row] = places
                 if num_slots(text) != len(places) and not mismatch:
                     has = f"{num_slots(text)} {MARK} in its text, but {counted(len(places), 'image')}"
-                    mismatch = f"row {row}: {has}; correct it"
+                    mismatch = f"{place(row)}: {has}; correct it"
             draft.flush()
             if draft.tell():
                 self._copy = mmap.mmap(draft.fileno(), 0, prot=mmap.PROT_READ)
@@ -116,13 +122,13 @@ class ImageRows:
 
     def _add(self, row: int, images: Any, draft: IO[bytes]) -> list[ImagePlace]:
         if images is not None and not isinstance(images, list):
-            raise ImageError(f"row {row}: images is {type(images).__name__}, not a list; an image is {KINDS}")
+            raise ImageError(f"{self._place(row)}: images is {type(images).__name__}, not a list; an image is {KINDS}")
         if images and len(images) > self._most:
-            problem = f"row {row}: {len(images)} images, data.max_images is {self._most}"
+            problem = f"{self._place(row)}: {len(images)} images, data.max_images is {self._most}"
             raise ImageError(f"{problem}; raise it, or leave the row out")
-        places = []
+        places, named = [], self._place(row) if images else ""
         for number, image in enumerate(images or ()):
-            where = f"row {row}: image {number}"
+            where = f"{named}: image {number}"
             given = (image.get("bytes") or image.get("path")) if isinstance(image, Mapping) else image
             if isinstance(given, str) and given:
                 place = self._stat(given, where)

@@ -16,6 +16,7 @@ from configs.checkpoint_files import newest
 from configs.load import ConfigError
 from configs.resume import Change, Settings, written
 from configs.schema import Config
+from configs.writing import write_text
 
 BEGINS = "begins.json"
 OPEN = "SELECT COUNT(*) FROM items WHERE batch = -1 AND state IN ('waiting', 'leased', 'stored')"
@@ -98,7 +99,8 @@ def _accept(config: Config, file: Path) -> None:
 
 
 def begin_with(run: Path, version: int) -> None:
-    (run / BEGINS).write_text(json.dumps({"version": version}), encoding="utf-8")
+    """Note that a new ledger may begin with `version`. Raises WriteError."""
+    write_text(run / BEGINS, json.dumps({"version": version}))
 
 
 def begins_with(run: Path) -> int:

@@ -12,6 +12,7 @@ from buffer.store.faults import ACCEPT, LostCommits
 from buffer.store.witness import DAMAGED, NONE, ZEROS, Commits, Entries, Log, entries_of, file_of, log_of, sums_of
 from configs.checkpoint_files import crc32c_of
 from configs.variables import open_private
+from configs.writing import removed_on_failure
 
 WITHOUT_LOG = b"\x01\x01"
 """Bytes 18 and 19 of a file without a log."""
@@ -109,8 +110,9 @@ def begin_sums(path: Path) -> None:
     with open(path, "rb") as stream:
         entries = entries_of(stream)
     draft = path.with_name(f"{sums_of(path).name}.tmp")
-    with open(draft, "wb", opener=open_private) as made:
-        made.write(entries.tobytes())
-        made.flush()
-        os.fsync(made.fileno())
-    draft.replace(sums_of(path))
+    with removed_on_failure(draft):
+        with open(draft, "wb", opener=open_private) as made:
+            made.write(entries.tobytes())
+            made.flush()
+            os.fsync(made.fileno())
+        draft.replace(sums_of(path))

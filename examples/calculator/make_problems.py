@@ -6,15 +6,11 @@ Every problem occurs once, in one of the two files. The same arguments give the 
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from examples.calculator.problems import split
-from examples.kept import is_kept, run_script
+from examples.kept import is_kept, record_made, run_script, write_rows
 
 
 def write(args: argparse.Namespace) -> str:
@@ -28,8 +24,8 @@ def write(args: argparse.Namespace) -> str:
     args.out.mkdir(parents=True, exist_ok=True)
     made.unlink(missing_ok=True)
     for name, part in parts.items():
-        pq.write_table(pa.Table.from_pylist(part), files[name])
-    made.write_text(json.dumps(asked) + "\n")
+        write_rows(files[name], part)
+    record_made(made, asked)
     return f"{args.out}: {len(parts['train'])} problems to train on, {len(parts['eval'])} held out"
 
 

@@ -6,7 +6,6 @@ arguments give the same rows, and existing files are kept.
 """
 
 import argparse
-import json
 import random
 import sys
 from collections.abc import Sequence
@@ -14,12 +13,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
-import pyarrow as pa
-import pyarrow.parquet as pq
-
 from configs.entrypoint import BAD_INPUT
 from configs.plain_text import print_visible
-from examples.kept import is_kept, run_script
+from examples.kept import is_kept, record_made, run_script, write_rows
 
 PROMPTS = {
     "short": "{numbers}={target}\n",
@@ -106,8 +102,8 @@ def write(args: argparse.Namespace) -> str:
     made.unlink(missing_ok=True)
     for split, part in parts.items():
         rows = [row(problem, index, split, source, args.prompt) for index, problem in enumerate(part)]
-        pq.write_table(pa.Table.from_pylist(rows), files[split])
-    made.write_text(json.dumps(asked) + "\n")
+        write_rows(files[split], rows)
+    record_made(made, asked)
     return f"{args.out}: {len(parts['train'])} problems to train on, {len(parts['eval'])} held out"
 
 

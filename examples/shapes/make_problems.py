@@ -7,17 +7,14 @@ so no two are equal. The same arguments give the same rows, and existing files a
 
 import argparse
 import io
-import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pyarrow as pa
-import pyarrow.parquet as pq
 from PIL import Image
 
-from examples.kept import is_kept, run_script
+from examples.kept import is_kept, record_made, run_script, write_rows
 
 COLOURS = {"red": (220, 40, 40), "green": (40, 190, 60), "blue": (50, 70, 220), "gold": (230, 200, 40)}
 SIDE = 32
@@ -57,8 +54,8 @@ def write(args: argparse.Namespace) -> str:
     made.unlink(missing_ok=True)
     drawn = rows(args.seed)
     for file, count in zip(files, (args.count, args.eval), strict=True):
-        pq.write_table(pa.Table.from_pylist([next(drawn) for _ in range(count)]), file)
-    made.write_text(json.dumps(asked) + "\n")
+        write_rows(file, [next(drawn) for _ in range(count)])
+    record_made(made, asked)
     return f"{args.out}: {args.count} images to train on, {args.eval} held out"
 
 

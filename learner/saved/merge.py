@@ -15,6 +15,7 @@ from configs.architecture import PROVEN
 from configs.checkpoint_files import fault
 from configs.entrypoint import BAD_INPUT, DONE, CommandParser
 from configs.plain_text import print_visible
+from configs.variables import can_write
 from configs.writing import draft_of, removed_on_failure, writing
 from learner.model.file_form import FileForm
 from learner.model.loading import persistent_buffers, read_base
@@ -46,6 +47,9 @@ def merge(checkpoint: Path, out: Path) -> None:
     """Write the whole model as `out`, or nothing. Raises ValueError or OSError."""
     if out.exists():
         raise ValueError(f"{out}: exists already; name a folder that does not")
+    place = next(folder for folder in out.absolute().parents if folder.exists())
+    if not can_write(place):  # known before minutes of work
+        raise ValueError(f"{out}: {place} cannot be written to; name another folder")
     if why := fault(checkpoint):
         raise ValueError(f"{checkpoint}: is no complete checkpoint: {why}")
     if (adapter := adapter_of(checkpoint)) is None:

@@ -5,7 +5,7 @@ import hashlib
 import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import repeat
 from typing import NamedTuple
 
@@ -15,12 +15,13 @@ import torch.distributed as dist
 
 from buffer.data.image_rows import IMAGES, MARK
 from buffer.data.images import counted
-from buffer.data.parts import JoinedRows, open_source
+from buffer.data.parts import JoinedRows, SourcePart, open_source
 from buffer.ledger import schedule
 from configs.data.sources import Source, SourceError, parts_of, source_name
 from configs.load import ConfigError
 from configs.schema import Config
 from configs.sft import longest
+from learner.mesh import on_every_rank
 from learner.sft.answers import AnswerReader, TrainedText
 from learner.sft.row_images import DemonstratedImages, ReadImage
 from learner.train import collectives
@@ -99,15 +100,7 @@ class Demonstrations:
 
 def read_demonstrations(config: Config, key: str, source: Source, reader: AnswerReader) -> Demonstrations:
     """The rows of `source`. Raises ConfigError, on every rank, if one cannot be trained. A collective."""
-    try:
-        opened = [
-            (part.weight, open_source(part, config.data, key, False, None, demonstrations=True))
-            for part in parts_of(source)
-        ]
-    except SourceError as error:
-        raise ConfigError([f"{key}: {source_name(source)}: {error}"]) from None
-    rows = JoinedRows([part for _, found in opened for part in found])
-    images = DemonstratedImages.of(config, f"{key} {source_name(source)}", rows)
+    opened, rows, images = on_every_rank(partial(_open, config, key, source))
     limit = config.data.eval[_name(key)].limit if _name(key) in config.data.eval else None
     number = min(rows.starts[-1], limit or rows.starts[-1])
     if images:
@@ -130,6 +123,21 @@ def read_demonstrations(config: Config, key: str, source: Source, reader: Answer
         )
     log.info("%s: %d rows%s", key, len(made), f", {made.dropped} dropped: too long" if made.dropped else "")
     return made
+
+
+def _open(
+    config: Config, key: str, source: Source
+) -> tuple[list[tuple[float | None, list[SourcePart]]], JoinedRows, DemonstratedImages | None]:
+    """The files of each part of `source` with its weight, their rows, and the rows' images. Raises ConfigError."""
+    try:
+        opened = [
+            (part.weight, open_source(part, config.data, key, False, None, demonstrations=True))
+            for part in parts_of(source)
+        ]
+    except SourceError as error:
+        raise ConfigError([f"{key}: {source_name(source)}: {error}"]) from None
+    rows = JoinedRows([part for _, found in opened for part in found])
+    return opened, rows, DemonstratedImages.of(config, f"{key} {source_name(source)}", rows)
 
 
 def _warn_of_marks(places: Sequence[str]) -> None:

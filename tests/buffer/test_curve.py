@@ -112,6 +112,13 @@ def test_a_folder_with_something_else_in_it_is_left_alone(tmp_path):
     assert [path.name for path in tmp_path.iterdir() if path.is_dir()] == ["keys"]
 
 
+def test_a_place_that_takes_no_keys_is_named_with_its_remedy(tmp_path):
+    (tmp_path / "runs").write_text("a file")
+    problem = "keys cannot be made: Not a directory; make it writable, or name another place"
+    with pytest.raises(KeysError, match=f"{tmp_path}/runs/one/keys: {problem}"):
+        make_keys(tmp_path / "runs" / "one" / "keys")
+
+
 def test_a_key_that_others_can_read_or_that_is_none_is_refused(tmp_path):
     folder = make_keys(tmp_path / "keys")
     (folder / "rollout.secret").chmod(0o640)

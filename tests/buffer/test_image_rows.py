@@ -94,6 +94,11 @@ def test_a_text_file_may_speak_of_images(tmp_path):
         assert load(write(tmp_path, kind, [row]))[0] == row == load(write(tmp_path, kind, [row | {"images": []}]))[0]
 
 
+def named(says: str, kind: str) -> str:
+    """Errors name a line of a text file, counted from 1, and a row of another file, counted from 0."""
+    return says.replace("row 1", "line 2").replace("row 0", "line 1") if kind == "jsonl" else says
+
+
 WRONG = {
     "too few": ([{"path": "a.png"}], "row 1: 2 <image> in its text, but 1 image"),
     "none": ([], "row 1: 2 <image> in its text, but 0 images"),
@@ -116,7 +121,7 @@ def test_a_wrong_row_is_refused_by_its_number(files, kind, case):
     os.mkfifo(files / "pipe")  # whoever reads it waits for ever
     rows = [{"problem": "<image>", "answer": "", "images": [{"path": "a.png"}]}]
     rows.append({"problem": "<image><image>", "answer": "", "images": images})
-    with pytest.raises(ProblemsError, match=says) as error:
+    with pytest.raises(ProblemsError, match=named(says, kind)) as error:
         load(write(files, kind, rows), max_images=2)
     assert "\n" not in str(error.value) and str(error.value).startswith("data.train ")
 
@@ -135,7 +140,7 @@ OTHER = {
 @pytest.mark.parametrize("case", OTHER)
 def test_a_column_of_another_kind_is_refused_by_its_first_row(files, kind, case):
     images, says = OTHER[case]
-    with pytest.raises(ProblemsError, match=says):
+    with pytest.raises(ProblemsError, match=named(says, kind)):
         load(write(files, kind, [{"problem": "<image>", "answer": "", "images": images}]))
 
 

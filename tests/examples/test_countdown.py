@@ -2,12 +2,14 @@
 
 import json
 import random
+import shutil
 import signal
 import subprocess
 import sys
 from argparse import Namespace
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -18,10 +20,13 @@ from transformers import AutoTokenizer
 from configs.checks import check
 from configs.load import load
 from configs.schema import LoraConfig
-from configs.writing import WriteError, writing
+from configs.writing import WriteError, draft_of, writing
 from examples import fine_tuning, quickstart, warm_start
+from examples.calculator import make_problems as calculator
 from examples.countdown import make_model, make_problems
 from examples.countdown.solver import expressions, solutions
+from examples.kept import copy_whole
+from examples.shapes import make_problems as shapes
 from learner.record.metrics import read
 from rollout.rewards.countdown import compute_score
 from tests.harness.warm_started import reader_of_warm_start
@@ -300,12 +305,35 @@ def test_ctrl_c_ends_the_warm_start_with_its_training_and_without_a_traceback(tm
     assert not (tmp_path / "model" / "warm_start" / "run" / "metrics.jsonl").exists(), "it went on without its parent"
 
 
-def test_a_full_disk_ends_a_script_with_one_line(tmp_path: Path) -> None:
-    (tmp_path / "train.parquet").symlink_to("/dev/full")
-    line = [sys.executable, "-m", "examples.countdown.make_problems", "--out", str(tmp_path), "--count", "90"]
+def test_a_place_that_cannot_be_written_ends_a_script_with_one_line(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    out = tmp_path / "file" / "out"
+    line = [sys.executable, "-m", "examples.countdown.make_problems", "--out", str(out), "--count", "90"]
     done = subprocess.run(line, capture_output=True, text=True, timeout=300)
-    said = f"examples: {tmp_path}: No space left on device; make room on its disk\n"
+    said = f"examples: {out}: Not a directory; make it writable, or name another place\n"
     assert (done.returncode, done.stdout, done.stderr) == (1, "", said)
+
+
+@pytest.mark.parametrize("script", [make_problems, calculator, shapes])
+@pytest.mark.parametrize("name", ["train.parquet", "problems.json"])
+def test_a_full_disk_leaves_no_part_of_a_file(tmp_path: Path, script: Any, name: str) -> None:
+    draft_of(tmp_path / name).symlink_to("/dev/full")
+    count = [] if script is calculator else ["--count", "60"]
+    args = script.parse(["--out", str(tmp_path), *count, "--eval", "10"])
+    with pytest.raises(WriteError, match=rf"{name}: No space left on device; make room on its disk"):
+        script.write(args)
+    assert not (tmp_path / name).exists() and not list(tmp_path.glob(".*"))
+    assert "held out" in script.write(args)
+
+
+def test_a_full_disk_leaves_no_part_of_a_model_that_is_copied(tmp_path: Path) -> None:
+    (made := tmp_path / "made").mkdir()
+    (made / "model.safetensors").write_bytes(b"weights")
+    (out := tmp_path / "out").mkdir()
+    draft_of(out / "model.safetensors").symlink_to("/dev/full")
+    with pytest.raises(WriteError, match="No space left on device; make room on its disk"), writing(out):
+        shutil.copytree(made, out, copy_function=copy_whole, dirs_exist_ok=True)
+    assert list(out.iterdir()) == []
 
 
 def test_more_problems_than_there_are_end_the_script_with_one_line(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from buffer.wire.client import LearnerClient
@@ -30,15 +30,18 @@ from learner.model.experts.mixture import Experts
 from learner.model.lora.adapter import Factor
 from learner.model.lora.base import Base, digest
 from learner.model.microbatch import one_document
+from learner.sft.answers import AnswerReader
 from learner.sft.beside import Beside
+from learner.sft.demonstrations import read_demonstrations
 from learner.sound import SoundSteps, only
-from learner.starting import decide_gather, decide_speed
+from learner.starting import decide_budget, decide_gather, decide_speed
 from learner.train import collectives
 from learner.train.batch import Batch
 from learner.train.routes import RouteMismatch
 from learner.watchdog import Watchdog
 from tests.harness import shared_rows, world
 from tests.harness.adapters import stir
+from tests.harness.demonstrated import chatml_tokenizer, sft_config
 from tests.harness.episodic import make_episodes, make_forks
 from tests.harness.expert_batches import SIZES, random_routes, routed
 from tests.harness.keys import client_keys
@@ -335,6 +338,46 @@ def speeds(folder: Path, cases: list[tuple[dict[str, Any], list[int]]]) -> None:
         torch.save(found, folder / "speeds.pt")
 
 
+def budgets(folder: Path, gather: str, memory: list[list[int]]) -> None:
+    """For the `memory` of each rank's GPU: the tokens of each rank's microbatches, or why it refuses; `budgets.pt`."""
+    rank, mesh, found = dist.get_rank(), make_mesh("cpu", 2), []
+    model, learner = {"path": str(folder), "dtype": "float32"}, {"ranks": 2, "gather": gather}
+    config = Config(model=model, data={"train": "x"}, reward={"function": "x"}, learner=learner)
+    for sizes in memory:
+        torch.cuda.mem_get_info = partial(_twice, sizes[rank])
+        every: list[Any] = [None, None]
+        dist.all_gather_object(every, _budget(config, mesh))
+        found.append(every)
+    if rank == 0:
+        torch.save(found, folder / "budgets.pt")
+
+
+def _twice(size: int, device: torch.device) -> tuple[int, int]:
+    """The GPU is free, and this is its size."""
+    return size, size
+
+
+def _budget(config: Config, mesh: DeviceMesh) -> int | str:
+    device = torch.device("cuda")
+    try:
+        return decide_budget(decide_gather(config, device, mesh, 0), device, mesh, False, 0, 0)[1]
+    except ConfigError as refused:
+        return str(refused)
+
+
+def unseen(folder: Path, files: list[str]) -> None:
+    """Each rank reads demonstrations of its own of `files`; what it says of them goes to `unseen-RANK.txt`."""
+    rank = dist.get_rank()
+    config = sft_config(folder / str(rank), data={"train": str(folder / files[rank])})
+    reader = AnswerReader(chatml_tokenizer(), config)
+    try:
+        read_demonstrations(config, "data.train", config.data.train, reader)
+    except ConfigError as refused:
+        (folder / f"unseen-{rank}.txt").write_text(str(refused))
+    finally:
+        reader.close()
+
+
 def moved(folder: Path, name: str, stages: list[dict[str, Any]]) -> None:
     """Train in `stages`, each restoring what the one before has saved; the metrics and the last weights go to
     `FOLDER/NAME.pt`. `node_ranks`: each so many ranks see a folder of their own."""
@@ -484,6 +527,8 @@ CASES: dict[str, Callable[..., None]] = {
         rows,
         decisions,
         speeds,
+        budgets,
+        unseen,
         train,
         unrouted,
         late,

@@ -1,6 +1,7 @@
 """A reward function of a notebook becomes a file that another process imports, or is refused by name."""
 
 import linecache
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -90,6 +91,11 @@ def test_a_function_reaches_another_process_with_all_that_it_uses(cells: dict[st
     text = Path(place.rpartition(":")[0]).read_text()
     assert "TOKENIZER" not in text and "uses_object" not in text and "__main__" not in text
     assert reward_file(cells["score"], tmp_path / ".rewards") == place
+    file = Path(place.rpartition(":")[0])
+    file.with_suffix(f".{os.getpid()}").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        reward_file(cells["score"], tmp_path / ".rewards")
+    assert list(file.parent.glob("*.*")) == [file]
 
 
 @pytest.mark.parametrize("name", ["waits", "FREE"])

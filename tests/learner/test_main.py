@@ -127,6 +127,18 @@ def test_the_exit_code_says_how_the_run_ended(tmp_path: Path, fork) -> None:
     assert complete(tmp_path / "run" / "checkpoints") == [1]
 
 
+@pytest.mark.long
+@pytest.mark.xdist_group("ranks")
+def test_every_rank_refuses_what_rank_0_alone_finds(tmp_path: Path, fork) -> None:
+    """Nothing ends the ranks from above, as under torchrun on several nodes."""
+    with Canned(batches=1) as buffer:
+        ranks = fork([*command(tmp_path, buffer.address, ranks=2), "--weights.host=192.0.2.1"], 2)
+        ended = [rank.ended() for rank in ranks]
+    assert [code for code, _ in ended] == [2, 2], ended
+    lines = [errors.splitlines()[-1] for _, errors in ended]
+    assert lines[0] == lines[1] and lines[0].startswith("python -m learner: weights.host: 192.0.2.1 is no address of ")
+
+
 @pytest.mark.xdist_group("ranks")
 def test_two_ranks_drain_and_resume(tmp_path: Path, fork) -> None:
     """Two ranks drain while they wait for batch 1; the next start resumes from the checkpoint."""

@@ -30,6 +30,17 @@ def test_a_rank_that_sleeps_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.xdist_group("ranks")
+def test_ranks_end_though_their_accounts_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "logs").write_text("a file where the folder should be")
+    started = time.monotonic()
+    ended = outcome("late", 2, tmp_path, timeout_s=paced(2.0))
+    assert time.monotonic() - started < 90, "the sleeper itself would have ended after 110 s"
+    assert [code for code, _ in ended] == [1, 1]
+    errors = "".join(errors for _, errors in ended)
+    assert "cannot be written: " in errors and "learner: timeout:" in errors and "for rank 1" in errors
+
+
+@pytest.mark.xdist_group("ranks")
 @pytest.mark.timeout(900)
 def test_ranks_end_though_their_store_hangs(tmp_path: Path) -> None:
     """As where the network to the first node is cut: calls to the store that it holds would last for ever."""

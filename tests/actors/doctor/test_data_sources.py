@@ -59,7 +59,7 @@ def test_demonstrations_with_a_row_that_no_rank_can_read_are_refused_before_anyt
             "a.png",
             ": 1 rows have images, but model.path {folder} is a text model; name a model whose images are trained",
         ),
-        ("b.png", ": row 0: image 0: {folder}/b.png: No such file or directory; correct data.image_dir"),
+        ("b.png", ": line 1: image 0: {folder}/b.png: No such file or directory; correct data.image_dir"),
     ],
 )
 def test_images_of_demonstrations_that_cannot_be_trained_are_refused(tmp_path: Path, image: str, why: str) -> None:

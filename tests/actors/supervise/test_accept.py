@@ -12,12 +12,13 @@ from actors.supervise import accept
 from buffer.store import start_checks
 from buffer.store.faults import StoreError
 from buffer.store.lock import locked
-from buffer.store.past import accept_loss, history, past
+from buffer.store.past import BEGINS, accept_loss, history, past
 from buffer.store.sqlite import Store, reading
 from buffer.store.witness import Commits, Witness, file_of
 from configs.load import ConfigError, load, write
 from configs.resume import changes, settings
 from configs.schema import Config
+from configs.writing import WriteError, draft_of
 from learner.saved.manifest import seal
 
 
@@ -106,6 +107,20 @@ def test_a_run_that_somebody_runs_is_refused(words: list[str], lock: str) -> Non
     locked(config.run.path / lock)
     with pytest.raises(ConfigError, match=r"in use by process \d+: see .* status"):
         accept.hold(config)
+
+
+def test_a_fork_onto_a_full_disk_leaves_nothing_of_itself(words: list[str]) -> None:
+    old, new = load([*words, "--run.name=old"]), load([*words, "--run.name=new"])
+    served(old)
+    checkpoint(old.run.path, 2)
+    (new.run.path / "checkpoints").mkdir(parents=True)
+    draft_of(new.run.path / BEGINS).symlink_to("/dev/full")
+    found = accept.source(new, "old")
+    with pytest.raises(WriteError, match=rf"new/{BEGINS}: No space left on device; make room on its disk"):
+        accept.copy(found, new.run.path)
+    assert [path.name for path in new.run.path.rglob("*")] == ["checkpoints"]
+    accept.copy(found, new.run.path)
+    assert accept.judge(new) == ([], None)
 
 
 def test_forks(words: list[str], tmp_path: Path) -> None:

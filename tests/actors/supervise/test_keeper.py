@@ -19,6 +19,7 @@ from actors.process import FINAL, Event, Process, Restarts
 from actors.supervise.guard import Guarded, receive, send
 from actors.supervise.keeper import LOG_BYTES, SHOWN_LINES, Keeper
 from configs.entrypoint import PARENT
+from tests.harness.pace import paced
 
 QUICK = Restarts(first_s=0.05, most_s=0.2, failures=3)
 FAMILY = """
@@ -221,6 +222,56 @@ def test_drain_forces_what_does_not_end(keep: Callable[..., Keeper]) -> None:
     assert time.monotonic() - began < 300  # not the 600 of its sleep
     assert gone(pids)
     assert until(keeper, lambda event: event.kind in FINAL)[-1].code == 137
+
+
+STOPPED = """
+import sys, time
+from pathlib import Path
+from actors.process import Process
+from actors.supervise.keeper import Keeper
+keeper = Keeper(Process("it", "rollout", (sys.executable, "-c", sys.argv[1]), Path(sys.argv[2])))
+while not any(event.text == "ready" for event in keeper.events(0, 1.0)):
+    pass
+print(keeper.events(0, 1.0)[0].text, flush=True)
+keeper.drain(float(sys.argv[3]))
+print(keeper.events(0, 1.0)[-1].code, flush=True)
+"""
+"""A keeper that drains a process, so that a test can stop both."""
+
+
+def test_a_drain_does_not_count_the_time_for_which_everything_is_stopped(tmp_path: Path) -> None:
+    limit_s = paced(4.0)
+    code = "import signal, time\nsignal.pthread_sigmask(signal.SIG_BLOCK, {15})\nprint('ready', flush=True)\n"
+    code += "signal.sigwait({15})\nopen('asked', 'w').close()\nfor _ in range(150):\n    time.sleep(0.02)"
+    words = [sys.executable, "-c", STOPPED, code, str(tmp_path / "it.log"), str(limit_s)]
+    where = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}}
+    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, **where) as owner:  # type: ignore[call-overload]
+        assert owner.stdout
+        command = int(owner.stdout.readline().split()[1])
+        while not (tmp_path / "asked").exists():
+            time.sleep(0.02)
+        for pid in (owner.pid, command):
+            os.kill(pid, signal.SIGSTOP)
+        time.sleep(limit_s + 0.5)
+        for pid in (owner.pid, command):
+            os.kill(pid, signal.SIGCONT)
+        assert owner.stdout.read() == "0\n"
+
+
+def test_a_killed_guard_is_reported_once_its_command_has_ended() -> None:
+    """Else a second copy would start beside the first, which the kernel kills somewhat later; this one ignores that."""
+    code = "import os, time\nfrom configs.parent_death import end_with_parent\nend_with_parent(0)\n"
+    code += "os.write(1, b'ready')\ntime.sleep(1.5)"
+    root = str(Path(__file__).parents[3])
+    ours, theirs = os.pipe()
+    guarded = Guarded("it", [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": root}, stdout=theirs)
+    os.close(theirs)
+    assert os.read(ours, 5) == b"ready" and guarded.pid
+    os.close(ours)
+    command = psutil.Process(guarded.pid)
+    os.kill(command.ppid(), signal.SIGKILL)
+    assert guarded.wait() == 137
+    assert not command.is_running() or command.status() == psutil.STATUS_ZOMBIE
 
 
 def test_drain_ends_a_pause_between_restarts(keep: Callable[..., Keeper]) -> None:

@@ -21,6 +21,7 @@ from actors.supervise.nodes import ClusterNode, NodeNews, NodeWatch, Patience, n
 from buffer.keys import ADMITTED, READS, load_client_keys, load_server_keys, load_token, write_key
 from configs.load import load
 from configs.schema import Config
+from configs.writing import draft_of
 
 ONE, TWO = ClusterNode("10.0.0.1", 0, True, None), ClusterNode("10.0.0.2", 8, True, None)
 
@@ -269,6 +270,16 @@ def test_a_node_without_it_gets_config_and_keys(delivery: Delivery, tmp_path: Pa
     settle(process("learner", tmp_path), other, "10.0.0.2")
     assert {key.name for key in (run / "keys").iterdir()} == {*READS["rollout"], *READS["learner"]}
     assert (run / "keys" / "learner.secret").read_text() == delivery.keys["learner.secret"]
+
+
+@pytest.mark.parametrize("name", ["config.yaml", "keys/rollout.secret"])
+def test_a_node_whose_disk_is_full_says_so_and_keeps_no_part(delivery: Delivery, tmp_path: Path, name: str) -> None:
+    run = tmp_path / "elsewhere" / "run"
+    (run / "keys").mkdir(parents=True)
+    draft_of(run / name).symlink_to("/dev/full")
+    with pytest.raises(UnfitNode, match=f"{run} cannot be written here: No space left on device; share the folder"):
+        settle(process("rollout", tmp_path), replace(delivery, run=run), "10.0.0.2")
+    assert not (run / name).exists() and not draft_of(run / name).is_symlink()
 
 
 def test_new_keys_replace_those_that_a_node_has(delivery: Delivery, tmp_path: Path) -> None:

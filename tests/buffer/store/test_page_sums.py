@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from buffer.store import opening, sql, sqlite, witness
+from buffer.store import opening, sql, sqlite, start_checks, witness
 from buffer.store.faults import DamagedPage, LostCommits, StoreError
 from buffer.store.opening import LOG_PAGES, require_whole
 from buffer.store.past import losses
@@ -72,6 +72,17 @@ def test_a_start_on_a_full_disk_causes_no_false_alarm(tmp_path: Path, monkeypatc
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
         patch.setattr(os, "posix_fallocate", full)
         open_store(path)
+    open_store(path).close()
+
+
+def test_checksums_that_a_full_disk_does_not_take_leave_no_draft(tmp_path: Path) -> None:
+    path = tmp_path / "buffer.sqlite"
+    open_store(path).close()
+    draft = path.with_name(f"{witness.sums_of(path).name}.tmp")
+    draft.symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space left"):
+        start_checks.begin_sums(path)
+    assert not draft.is_symlink()
     open_store(path).close()
 
 

@@ -277,3 +277,11 @@ def test_the_manifest_says_what_the_adapter_is_of(tmp_path: Path, mesh) -> None:
     known = adapter_of(checkpoint)
     assert known is not None and known.model == model
     assert known.base == digest(plain(model).requires_grad_(False))
+
+
+def test_a_merge_to_a_place_that_cannot_be_written_ends_before_it_reads(tmp_path: Path, capsys) -> None:
+    (tmp_path / "file").write_text("")
+    out = tmp_path / "file" / "merged"
+    assert main(["merge", str(tmp_path / "v000002"), str(out)]) == 2
+    problem = f"{out}: {tmp_path / 'file'} cannot be written to; name another folder"
+    assert capsys.readouterr().err == f"python -m learner merge: {problem}\n"

@@ -256,13 +256,13 @@ CHAT = [{"role": "user", "content": "<image>which?"}, {"role": "assistant", "con
     [
         (
             {"images": ["none.png"]},
-            "row 1: image 0: {seen}/none.png: No such file or directory; correct data.image_dir",
+            "line 2: image 0: {seen}/none.png: No such file or directory; correct data.image_dir",
         ),
         ({"images": ["cut.png"]}, "line 2: image 0 of the row: a PNG file that cannot be decoded: "),
         ({"images": ["text.png"]}, "line 2: image 0 of the row: no image: the file begins with b'text'"),
         ({"images": ["wide.png"]}, "line 2: image 0 of the row: an image of 201 x 1 pixels; one side may be 200 times"),
-        ({"images": ["0-0.png"] * 2}, "row 1: 1 <image> in its text, but 2 images; correct it, or leave it out"),
-        ({"images": ["0-0.png"] * 9}, "row 1: 9 images, data.max_images is 8; raise it, or leave the row out"),
+        ({"images": ["0-0.png"] * 2}, "line 2: 1 <image> in its text, but 2 images; correct it, or leave it out"),
+        ({"images": ["0-0.png"] * 9}, "line 2: 9 images, data.max_images is 8; raise it, or leave the row out"),
         ({"problem": "<image><|image_pad|>?"}, "line 2: the prompt has 2 placeholders <|image_pad|> for 1 image; mark"),
         ({"answer": "<|image_pad|>"}, "line 2: the prompt has 2 placeholders <|image_pad|> for 1 image; mark each"),
         (

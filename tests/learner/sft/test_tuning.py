@@ -282,7 +282,7 @@ def test_an_image_that_is_gone_ends_it_and_it_goes_on_once_it_is_back(tmp_path: 
     words = sft_run(tmp_path, data=data_of(tmp_path, "images"), run={"versions": 100_000}, learner=learner)
     file, away = tmp_path / "0-0.png", tmp_path / "away.png"
     file.rename(away)
-    assert f"row 0: image 0: {file}: No such file or directory; " in done(fork(words, 2), code=2)
+    assert f"line 1: image 0: {file}: No such file or directory; " in done(fork(words, 2), code=2)
     away.rename(file)
     started, checkpoints = fork(words, 2), tmp_path / "run" / "checkpoints"
     end = time.monotonic() + 200
