@@ -38,8 +38,8 @@ class WrittenBytes(TorchDispatchMode):
         return any(0 < count < parameter.nbytes for count in written)
 
     def is_uneven(self, experts: torch.Tensor) -> bool:
-        """Whether more bytes of some of [experts, ...] were written than of others, or nothing of one half of each. Gate
-        and up are halves; padding is less than one."""
+        """Whether more bytes of some of [experts, ...] were written than of others, or nothing of one half of each.
+        Gate and up are halves; padding is less than one."""
         halves = self._written(experts, 2 * len(experts))
         sums = {first + second for first, second in zip(halves[::2], halves[1::2], strict=True)}
         return len(sums) > 1 or (any(halves) and not all(halves))
