@@ -77,6 +77,11 @@ def proven(device: str, parallel: int = 1) -> list[ExpertModel]:
     return [model for model in PROVEN if device in model.devices and (model.split or parallel == 1)]
 
 
+def is_loaded_in_place(kind: str | None) -> bool:
+    """Whether vLLM loads the type in place with Triton's kernel."""
+    return any(model.in_place and model.kind == kind for model in PROVEN)
+
+
 def failing(device: str) -> list[FailingModel]:
     return [model for model in FAILING if model.device == device]
 

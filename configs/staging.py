@@ -4,6 +4,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from configs.expert_models import is_loaded_in_place
 from configs.model_facts import BYTES, facts_of
 from configs.publishing import GROUP_BYTES, publishes_rows, shards_of
 from configs.schema import Config
@@ -42,12 +43,13 @@ def room(config: Config) -> Room | None:
 def contradictions(config: Config) -> Iterator[str]:
     if config.weights.staging != "slices":
         return
-    quantized = config.rollout.engine.get("quantization")
+    quantized, facts = config.rollout.engine.get("quantization"), facts_of(config.model)
     whys = {
         "model.lora is set, and an adapter is loaded from whole tensors": config.model.lora is not None,
         "rollout.device is cpu, where vLLM rebuilds layers from whole tensors": config.rollout.device == "cpu",
         f"rollout.engine.quantization is {quantized}, which is computed from whole tensors": quantized is not None,
-        "the model has experts, which vLLM rebuilds from whole tensors": facts_of(config.model).experts,
+        "the model has experts, which vLLM rebuilds from whole tensors": facts.experts
+        and not is_loaded_in_place(facts.kind),
     }
     for why, holds in whys.items():
         if holds:

@@ -10,12 +10,18 @@ from buffer.data.columns import is_missing
 from buffer.data.image_rows import IMAGES
 
 HOLDER = r"(path|(file_?)?name|file|ur[il]|src|data|bytes|base64|b64)s?"
-NAME = re.compile(rf"(.*_)?(image|img|picture|photo|(video))s?(_?\d+)?(_?{HOLDER})?", re.IGNORECASE)
-"""Examples: `image`, `Images`, `image_1`, `decoded_image`, `img_path`, `imageUrls`, `video`."""
+KIND = "image|img|picture|photo|screen_?shot|jpe?g|png|webp|(?P<video>video)"
+NAME = re.compile(rf"(?!(.*_)?(docker|container)_)(.*_)?({KIND})s?(_?\d+)?(_?{HOLDER})?", re.IGNORECASE)
+"""Examples: `image`, `Images`, `image_1`, `decoded_image`, `img_path`, `imageUrls`, `video`; not `docker_image`."""
 ENDINGS = "bmp|gif|jpe?g|png|tiff?|webp|mp4|mov|avi|mkv|webm"
-LIKE_A_FILE = re.compile(rf"(?!n/a$)((https?|file|data):.+|\S+/\S+|.+\.({ENDINGS}))", re.IGNORECASE)
-"""Paths, addresses, and bytes in base64, which have slashes too."""
-HOLDERS = ("bytes", "path", "url")
+NAMED = rf"(https?|file|data):.+|.+\.({ENDINGS})[\"'\]]*"
+A_FILE = re.compile(NAMED, re.IGNORECASE)
+"""An address, the name of a file, or a list of them written as a text."""
+LIKE_A_FILE = re.compile(rf"(?!n/a$)({NAMED}|\S+/\S+)", re.IGNORECASE)
+"""Also paths without an ending, and bytes in base64, which have slashes too."""
+OF_A_CONTAINER = re.compile(r"(.*_)?image_?names?", re.IGNORECASE)
+"""May name a container: `image_name: swebench/sweb.eval.x86_64.django`."""
+HOLDERS = ("bytes", "path", "url", "uri", "src", "data", "base64", "file")
 """Keys of a struct that holds an image."""
 ALONE = "set model.text_alone: true"
 
@@ -36,7 +42,7 @@ def may_hold(names: tuple[str, ...]) -> tuple[str, ...]:
 
 def _problem(name: str) -> str:
     found = NAME.fullmatch(name)
-    if found and found[3]:
+    if found and found["video"]:
         return f"a column {name}, and only text and still images are shown to the model; leave it out, or {ALONE}"
     problem = f"a column {name}, and images are read from a list in the column {IMAGES}"
     return f"{problem}; write it so, leave it out, or {ALONE}"
@@ -51,5 +57,6 @@ def holds(name: str, value: Any) -> bool:
     if name == "image":
         return bool(value) and not is_missing(value)
     if isinstance(value, str):
-        return LIKE_A_FILE.fullmatch(value.strip()) is not None
+        like = A_FILE if OF_A_CONTAINER.fullmatch(name) else LIKE_A_FILE
+        return like.fullmatch(value.strip()) is not None
     return isinstance(value, bytes) and bool(value)

@@ -40,6 +40,8 @@ PACKAGES = {
 MOST_GATHERED = 0.5
 """Heads of a row's keys, with copies, over heads of queries: at 0.46 gathering was faster than a second call."""
 LARGEST_HEAD = 256
+OTHER_HEADS = ("linear_", "mamba_", "index")
+"""Beginnings of keys: `linear_key_head_dim`, `mamba_head_dim`, `index_head_dim`."""
 TREE_LAYERS = {"full_attention", "sliding_attention"}
 ARGUMENTS = (
     "routing",  # of a block with experts
@@ -85,7 +87,7 @@ def _lacks(name: str, config: PreTrainedConfig) -> str | None:
     if cap := getattr(text, "attn_logit_softcapping", None):
         return f"does not compute the model's softcap of {cap:g}"
     widths = head_widths(text)
-    if max(widths) > LARGEST_HEAD:
+    if max(widths, default=0) > LARGEST_HEAD:
         return f"takes heads of {LARGEST_HEAD} numbers at most, and the model's have {max(widths)}"
     if name == "flash4" and (wrong := [width for width in widths if not has_gradients(width)]):
         return f"computes wrong gradients for heads of {wrong[0]} numbers"
@@ -116,8 +118,15 @@ def head_widths(text: PreTrainedConfig) -> list[int]:
         return [max(parts + text.qk_rope_head_dim, text.v_head_dim)]
     own = getattr(vars(text).get("_heterogeneity_spec"), "per_layer_overrides", {}).values()
     values = [item for part in (vars(text), *own) for item in part.items()]
-    found = [size for key, size in values if key.endswith("head_dim") and isinstance(size, int)]
-    return found or [text.hidden_size // text.num_attention_heads]
+    sizes = [size for key, size in values if is_width(key) and isinstance(size, int)]
+    heads = getattr(text, "num_attention_heads", 0)
+    return sizes or ([text.hidden_size // heads] if heads else [])
+
+
+def is_width(key: str) -> bool:
+    """Whether `key` of a config is about heads of attention. Delta rules, state spaces and indexers have others, which
+    no kernel of attention computes."""
+    return key.endswith("head_dim") and not key.startswith(OTHER_HEADS)
 
 
 def has_gradients(width: int) -> bool:
@@ -260,9 +269,12 @@ def _computed(
         return sdpa(q, k, v, starts, longest, causal, scale, window)
     kernel = "plain" if name == "sdpa" and (softcap or window or not q.is_cpu) else name
     options = causal, scale, window, kernel
-    if (width := v.shape[-1]) == q.shape[-1]:
+    width, widest = v.shape[-1], max(v.shape[-1], q.shape[-1])
+    if name == "flash4" and not has_gradients(widest):
+        raise ValueError(f"{type(module).__name__} has heads of {widest} numbers; set learner.attention to varlen")
+    if width == q.shape[-1]:
         return joined.attention(q, k, v, starts, longest, shared, options, softcap, sinks)
-    q, k, v = (_widened(x, max(width, q.shape[-1])) for x in (q, k, v))
+    q, k, v = (_widened(x, widest) for x in (q, k, v))
     return joined.attention(q, k, v, starts, longest, shared, options, softcap, sinks)[..., :width]
 
 

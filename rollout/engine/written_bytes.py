@@ -38,8 +38,11 @@ class WrittenBytes(TorchDispatchMode):
         return any(0 < count < parameter.nbytes for count in written)
 
     def is_uneven(self, experts: torch.Tensor) -> bool:
-        """Whether more bytes of some experts were written than of others: of [experts, ...], which may be padded."""
-        return len(set(self._written(experts, len(experts)))) > 1
+        """Whether more bytes of some of [experts, ...] were written than of others, or nothing of one half of each.
+        Gate and up are halves; padding is less than one."""
+        halves = self._written(experts, 2 * len(experts))
+        sums = {first + second for first, second in zip(halves[::2], halves[1::2], strict=True)}
+        return len(sums) > 1 or (any(halves) and not all(halves))
 
     def _written(self, parameter: torch.Tensor, pieces: int) -> list[int]:
         """The number of bytes written of each of `pieces` equal parts; none if it is not known."""

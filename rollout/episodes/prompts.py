@@ -212,7 +212,7 @@ class Prompts:
             raise PromptError("the row has images, and the model of model.path sees none")
         if "unmade" in row and not row.keys() & {"prompt", "problem"}:  # a file may have such a column too
             raise PromptError(str(row["unmade"]))
-        chat = messages_of(row, self.template_text)
+        chat = messages_of(row, self.template_text, self.form is not None)
         if self._format and chat and chat[-1]["role"] == "user":
             chat[-1]["content"] = self._formatted(chat[-1]["content"])
         if self.system is not None and not any(message["role"] == "system" for message in chat):

@@ -14,8 +14,8 @@ ENDS = 30
 """Characters compared at both ends."""
 
 
-def messages_of(row: Mapping[str, Any], template: str) -> list[dict[str, Any]]:
-    """Return the chat of a row. Raises PromptError."""
+def messages_of(row: Mapping[str, Any], template: str, seeing: bool = False) -> list[dict[str, Any]]:
+    """Return the chat of a row. `seeing`: the model sees images. Raises PromptError."""
     prompt = row.get("prompt") or row.get("problem")
     if not prompt:
         empty = [name for name in ("prompt", "problem") if name in row]
@@ -26,7 +26,10 @@ def messages_of(row: Mapping[str, Any], template: str) -> list[dict[str, Any]]:
     if not isinstance(prompt, list):
         raise PromptError(f"the prompt of the row is {prompt!r:.40}; a text or a list of messages is needed")
     images = bool(row.get(IMAGES))
-    return [message_of(number, message, template, images) for number, message in enumerate(prompt)]
+    chat = [message_of(number, message, template, images) for number, message in enumerate(prompt)]
+    if seeing and not images:
+        _require_no_image(chat)
+    return chat
 
 
 def message_of(number: int, message: Any, template: str, images: bool) -> dict[str, Any]:
@@ -37,12 +40,16 @@ def message_of(number: int, message: Any, template: str, images: bool) -> dict[s
         known = f"{', '.join(ROLES)} are known, and roles that the chat template names"
         raise PromptError(f"message {number} has the role {role!r:.40}; {known}")
     found = {name: value for name, value in message.items() if value is not None}
-    held = [key for key in (IMAGES, *may_hold(tuple(found))) if not images and holds(key, found.get(key))]
-    if held:
-        problem = f"message {number} has the key {held[0]}, and images are read from the column {IMAGES} of the row"
-        raise PromptError(f"{problem}; move them there, and write {MARK} where one goes")
     content = found.get("content", "" if found.get("tool_calls") else None)
     return found | {"content": text_of(f"message {number}, of role {role!r},", content, images)}
+
+
+def _require_no_image(chat: Collection[Mapping[str, Any]]) -> None:
+    for number, message in enumerate(chat):
+        for key in (IMAGES, *may_hold(tuple(message))):
+            if holds(key, message.get(key)):
+                problem = f"message {number} has the key {key}, and images are read from the column {IMAGES} of the row"
+                raise PromptError(f"{problem}; move them there, and write {MARK} where one goes")
 
 
 def text_of(place: str, content: Any, images: bool) -> str:

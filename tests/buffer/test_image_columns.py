@@ -38,6 +38,11 @@ HELD = {
     "a name": {"imageFileName": "a.png"},
     "a struct of something else": {"image": {"src": "a"}},
     "a number": {"image": 7},
+    "a list written as a text": {"image_paths": '["a.png", "b.png"]'},
+    "a screenshot": {"screenshots": ["a.png"]},
+    "a column of webdataset": {"jpg": {"bytes": PNG, "path": None}},
+    "a struct of base64": {"img": {"base64": "iVBORw0KGgo"}},
+    "an address by name": {"image_name": "https://example.org/7"},
 }
 NONE = {
     "nothing": {"image": None, "img": b"", "pictures": [], "photo": {"bytes": None, "path": None}, "image_url": ""},
@@ -46,6 +51,7 @@ NONE = {
     "facts of an image": {"image_id": "a.png", "image_width": 7, "has_image": True, "num_images": 2, "image_1": 7},
     "words": {"picture": "a red house", "question_image": "none"},
     "images that are read": {"images": ["a.png"], "image": "b.png"},
+    "containers": {"docker_image": "swebench/sweb:latest", "image_name": "swebench/sweb.eval.x86_64.django"},
     "other names": {"mirage": "a.png", "imagery": "a.png", "source": "photos/a.png"},
     "videos, which are dropped with their reason": {"videos": ["a.mp4"]},
 }

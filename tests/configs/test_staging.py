@@ -83,3 +83,11 @@ def test_slices_are_refused_where_vllm_needs_whole_tensors(folder: Path, keys: t
     lines = list(contradictions(config(f"model.path={folder}", *keys, "weights.staging=slices")))
     assert len(lines) == bool(why) and all(line.startswith(f"weights.staging: slices, but {why}") for line in lines)
     assert all(line.endswith("; set auto") for line in lines)
+
+
+@pytest.mark.parametrize(("kind", "sliceable"), [("qwen3_moe", True), ("deepseek_v3", False), ("afmoe", False)])
+def test_slices_of_experts_are_for_models_that_load_in_place(folder: Path, kind: str, sliceable: bool) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": kind, "num_experts": 8}))
+    lines = list(contradictions(config(f"model.path={folder}", "weights.staging=slices")))
+    refused = "weights.staging: slices, but the model has experts, which vLLM rebuilds from whole tensors; set auto"
+    assert lines == ([] if sliceable else [refused])

@@ -7,7 +7,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from transformers import DeepseekV3Config, Gemma2Config, Gemma4TextConfig, PhiConfig, Qwen2Config, Qwen3Config
+from transformers import (
+    DeepseekV3Config,
+    Gemma2Config,
+    Gemma4TextConfig,
+    MambaConfig,
+    NemotronHConfig,
+    OlmoHybridConfig,
+    PhiConfig,
+    Qwen2Config,
+    Qwen3Config,
+    Qwen3NextConfig,
+)
 
 from configs.load import ConfigError
 from configs.schema import LearnerConfig, ModelConfig
@@ -102,8 +113,9 @@ def test_a_gpu_takes_sdpa_for_what_fused_kernels_do_not_compute(config: Any, wor
         (PhiConfig(hidden_size=2560, num_attention_heads=32), 80),
         (Qwen3Config(head_dim=112), 112),
         (DeepseekV3Config(qk_nope_head_dim=32, qk_rope_head_dim=8, v_head_dim=40), 40),
+        (OlmoHybridConfig(hidden_size=2560, num_attention_heads=32), 80),
     ],
-    ids=["of the hidden size", "written", "latent attention"],
+    ids=["of the hidden size", "written", "latent attention", "beside a delta rule"],
 )
 def test_heads_whose_gradients_flash_attention_4_gets_wrong_take_another_kernel(
     config: Any, width: int, monkeypatch: pytest.MonkeyPatch
@@ -113,5 +125,15 @@ def test_heads_whose_gradients_flash_attention_4_gets_wrong_take_another_kernel(
     with pytest.raises(ConfigError, match=rf"flash4 computes wrong gradients for heads of {width} numbers; use auto"):
         attention.choose("flash4", gpu, torch.bfloat16, config)
     assert attention.choose("auto", gpu, torch.bfloat16, config) == "varlen"
-    for sound in (Qwen2Config(), Qwen3Config(head_dim=64), DeepseekV3Config()):
+    delta_rule = Qwen3NextConfig(linear_key_head_dim=512, linear_value_head_dim=80)
+    state_space = NemotronHConfig(head_dim=128, mamba_head_dim=80)
+    for sound in (Qwen2Config(), Qwen3Config(head_dim=64), DeepseekV3Config(), delta_rule, state_space, MambaConfig()):
         assert attention.choose("auto", gpu, torch.bfloat16, sound) == "flash4"
+
+
+def test_a_head_that_no_config_names_is_refused_where_flash_attention_4_would_compute_it() -> None:
+    """As DiffLlama's: its values are twice as wide as its queries."""
+    q, v = torch.zeros(1, 2, 3, 24), torch.zeros(1, 2, 3, 48)
+    starts = {"cu_seq_lens_q": torch.tensor([0, 3], dtype=torch.int32), "max_length_q": 3}
+    with pytest.raises(ValueError, match=r"Linear has heads of 48 numbers; set learner.attention to varlen"):
+        attention.ATTENTIONS["flash4"](torch.nn.Linear(1, 1), q, q, v, None, **starts)

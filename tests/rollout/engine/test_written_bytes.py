@@ -45,7 +45,8 @@ def test_a_part_of_a_matrix_is_seen(loads, is_part):
 def test_experts_of_which_one_lacks_a_half_are_seen(padding):
     """Padding of each expert, which nobody writes, is no difference between them."""
     experts = torch.nn.Parameter(torch.zeros(4, 6 + padding, 3))
-    halves = [(expert, begin) for expert in range(4) for begin in (0, 3)]
+    second = 3 + padding // 2
+    halves = [(expert, begin) for expert in range(4) for begin in (0, second)]
 
     def load(wanted):
         return written(experts, *(lambda data, e=e, b=b: data[e, b : b + 3].copy_(torch.ones(3, 3)) for e, b in wanted))
@@ -53,6 +54,8 @@ def test_experts_of_which_one_lacks_a_half_are_seen(padding):
     assert not load(halves).is_uneven(experts) and not load(()).is_uneven(experts)
     for left_out in halves:
         assert load([half for half in halves if half != left_out]).is_uneven(experts)
+    for begin in (0, second):
+        assert load([half for half in halves if half[1] == begin]).is_uneven(experts), "gate or up of all experts alike"
 
 
 def test_no_tensor_of_the_load_is_kept():

@@ -8,6 +8,7 @@ import pytest
 from actors.doctor.trial import Judgement, Rows, judge_ends, judge_template, judge_tools
 from configs.load import load
 from rollout.episodes.prompts import Prompts
+from rollout.episodes.row_messages import messages_of
 from rollout.errors import PromptError
 from tests.harness.lanes import long_but
 from tests.rollout.chat.chat_templates import TEMPLATES, chat_tokenizer
@@ -56,15 +57,20 @@ def test_parts_are_joined_and_keys_that_are_null_left_out(template: str):
     assert shown(template, row) == shown(template, {"problem": "Name a vowel."})
 
 
+@pytest.mark.parametrize(
+    ("key", "value"), [("images", ["a.png"]), ("image_url", "https://a.org/7"), ("img", {"base64": "iVBORw0KGgo"})]
+)
+def test_images_in_a_message_are_refused_for_a_model_that_sees(key: str, value: Any):
+    row = {"prompt": [{"role": "user", "content": "which?", key: value}]}
+    words = f"message 0 has the key {key}, and images are read from the column images of the row; move them there, and"
+    with pytest.raises(PromptError, match=words):
+        messages_of(row, "", seeing=True)
+    (message,) = messages_of(row, "")
+    assert message == row["prompt"][0], "a text model sees none anywhere"
+    assert messages_of(row | {"images": ["a.png"]}, "", seeing=True) == [message]
+
+
 WRONG: list[tuple[Row, str]] = [
-    (
-        {"prompt": [{"role": "user", "content": "which?", "images": ["a.png"]}]},
-        "message 0 has the key images, and images are read from the column images of the row; move them there, and w",
-    ),
-    (
-        {"prompt": [{"role": "user", "content": "which?", "image_url": "https://a.org/7"}]},
-        "message 0 has the key image_u",
-    ),
     (chat(("user", "hi"), ("assistant", None), ("user", "no")), "message 1, of role 'assistant', has the content None"),
     (chat(("user", [])), r"message 0, of role 'user', has the content \[\]; a text or a list of parts is needed"),
     (chat(("user", 7)), "message 0, of role 'user', has the content 7"),
