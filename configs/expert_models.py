@@ -73,8 +73,10 @@ def is_expert_layer(name: str, kind: str) -> bool:
 
 
 def proven(device: str, parallel: int = 1) -> list[ExpertModel]:
-    """Types compared on `device`, with `parallel` workers of a server."""
-    return [model for model in PROVEN if device in model.devices and (model.split or parallel == 1)]
+    """Types compared on `device`, with `parallel` workers of a server. Several were compared on a CPU alone, by vLLM's
+    reload: what loads in place on a GPU has not been."""
+    together = [model for model in PROVEN if device in model.devices]
+    return [model for model in together if parallel == 1 or (model.split and (device == CPU or not model.in_place))]
 
 
 def is_loaded_in_place(kind: str | None) -> bool:

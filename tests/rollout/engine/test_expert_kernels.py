@@ -167,7 +167,8 @@ def test_all_else_is_not(model, config):
     [
         (Qwen3MoeForCausalLM, vllm_config(), False),
         (Qwen3MoeForCausalLM, vllm_config(device="cuda"), False),
-        (Qwen3MoeForCausalLM, vllm_config(device="cuda", tensor_parallel_size=2), False),
+        (Qwen3MoeForCausalLM, vllm_config(device="cuda", tensor_parallel_size=2), True),
+        (Qwen3MoeForCausalLM, vllm_config(tensor_parallel_size=2), False),
         (GptOssForCausalLM, vllm_config(device="cuda", tensor_parallel_size=2), True),
         (NewMoeForCausalLM, vllm_config(), True),
         (NewMoeForCausalLM, vllm_config(device="cuda"), True),
