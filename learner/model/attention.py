@@ -99,7 +99,7 @@ def _fault(name: str, device: torch.device, dtype: torch.dtype, config: PreTrain
     text = config.get_text_config()
     if name == "sdpa":
         return None
-    shared = 1 if hasattr(text, "qk_nope_head_dim") else text.num_attention_heads // heads_of_keys(text)
+    shared = queries_of_a_key(text)
     windows = {None, *([min(tried.WINDOW, window)] if (window := getattr(text, "sliding_window", None)) else [])}
     for width, window in product(sorted(set(head_widths(text))), windows):
         if problem := tried.fault(name, device, dtype, tried.Heads(2 * shared, 2, width, window)):
@@ -108,8 +108,13 @@ def _fault(name: str, device: torch.device, dtype: torch.dtype, config: PreTrain
     return None
 
 
-def heads_of_keys(text: PreTrainedConfig) -> int:
-    return getattr(text, "num_key_value_heads", None) or int(text.num_attention_heads)
+def queries_of_a_key(text: PreTrainedConfig) -> int:
+    """Heads of queries that share a head of keys; 1 with latent attention, and where a config has none or several."""
+    heads = getattr(text, "num_attention_heads", None)
+    keys = getattr(text, "num_key_value_heads", None) or heads
+    if getattr(text, "qk_nope_head_dim", None) or not (isinstance(heads, int) and isinstance(keys, int)):
+        return 1
+    return heads // keys
 
 
 def head_widths(text: PreTrainedConfig) -> list[int]:
@@ -172,7 +177,7 @@ def most_copied(config: PreTrainedConfig) -> float:
     """Keys that a row may copy for short prompts, per token; negative: none."""
     text = config.get_text_config()
     heads: int = text.num_attention_heads
-    return MOST_GATHERED * heads / heads_of_keys(text) - 1
+    return MOST_GATHERED * heads / (getattr(text, "num_key_value_heads", None) or heads) - 1
 
 
 def why_unshared(config: PreTrainedConfig, name: str, device: torch.device, kept: Sequence[str] = ()) -> str | None:

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import MistralConfig, Qwen2Config, Qwen3Config
+from transformers import DeepseekV3Config, MambaConfig, MistralConfig, PreTrainedConfig, Qwen2Config, Qwen3Config
 
 from configs.load import ConfigError
 from learner.model import attention
@@ -13,6 +13,13 @@ from learner.model.kernels.implementations import KERNELS, Kernel
 from learner.model.kernels.tried import LIMIT, Heads, fault, largest_error
 
 CPU = torch.device("cpu")
+
+
+def other_heads_in_each_layer() -> PreTrainedConfig:
+    """As OpenELM's."""
+    config = PreTrainedConfig()
+    vars(config).update(head_dim=64, num_attention_heads=[12, 16], num_key_value_heads=[3, 4])
+    return config
 
 
 @pytest.fixture(autouse=True)
@@ -99,3 +106,22 @@ def test_auto_takes_the_next_kernel_and_says_why(
     attention.choose("varlen", gpu, torch.bfloat16, alike)
     attention.choose("varlen", torch.device("cuda"), torch.bfloat16, Qwen3Config())  # not to be touched yet
     assert seen == [("varlen", Heads(2, 2, 64))]
+
+
+@pytest.mark.parametrize(
+    ("config", "tried_heads"),
+    [
+        (MambaConfig(), []),
+        (other_heads_in_each_layer(), [Heads(2, 2, 64)]),
+        (DeepseekV3Config(), [Heads(2, 2, 192)]),
+    ],
+    ids=["no attention", "other heads in each layer", "latent attention"],
+)
+def test_any_config_is_tried_with_heads_that_it_may_have(
+    config: Any, tried_heads: list[Heads], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen = list[Heads]()
+    monkeypatch.setattr(tried, "fault", lambda name, device, dtype, heads: seen.append(heads) or "")
+    monkeypatch.setattr(attention, "_unusable", lambda *_: None)
+    assert attention.choose("varlen", torch.device("cuda", 0), torch.bfloat16, config) == "varlen"
+    assert seen == tried_heads
