@@ -3,10 +3,10 @@
 A size that it does not know becomes a division of 64-bit numbers for each element. On an H200 the five kernels that
 rotate queries and keys (RoPE) took 108 of the 1,654 ms of a step of the 1.5B shape so; to move their bytes takes 10.
 
-- dynamo takes integers of modules under FSDP, such as `head_dim`, for sizes that change. Those of other modules are
-  constants, so compiled blocks are marked as other modules, which FSDP itself does not look at.
-- transformers rotates [1, heads, tokens, head_dim], whose indices are divided by the number of tokens. With tokens
-  first they are not. The results have the same bits.
+- dynamo treats the integers of a module under FSDP, such as `head_dim`, as sizes that change, and those of other
+  modules as constants. So compiled blocks lose dynamo's mark of FSDP, which FSDP itself does not read.
+- transformers rotates [1, heads, tokens, head_dim], and its compiled code divides by the number of tokens. With tokens
+  before heads it does not. The results have the same bits.
 """
 
 import inspect
@@ -45,7 +45,7 @@ def keep_integers(block: nn.Module) -> None:
 
 
 def rotate_tokens_first(model: nn.Module) -> None:
-    """Replace these functions in the modules of transformers that the classes of `model` come from."""
+    """Replace the rotations in the modules of transformers that the classes of `model` come from."""
     for name in {type(module).__module__ for module in model.modules()}:
         module = sys.modules[name]
         for key, function in list(vars(module).items()):
