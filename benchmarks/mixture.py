@@ -176,7 +176,7 @@ class MixtureProgress(NamedTuple):
 
 
 def progress_of(folder: Path) -> MixtureProgress:
-    """Of the run in `folder`; what it has written is read again only if its metrics have grown."""
+    """Read what the run in `folder` has written. Reads it again only if its metrics have grown."""
     file = folder / "metrics.jsonl"
     return read(folder, file.stat().st_size if file.exists() else 0)
 

@@ -169,7 +169,9 @@ def test_metrics_count_images(seeing: ModelConfig, mesh) -> None:
 def test_pixels_of_few_microbatches_are_on_the_device(
     seeing: ModelConfig, mesh, monkeypatch: pytest.MonkeyPatch, loss: str
 ) -> None:
-    """Those of a whole batch may take more memory than the estimate has: this one's, the one's before, a blank."""
+    """Pixels of a whole batch may take more memory than the estimate has. Three microbatches may be there at a time:
+    the one that is computed, the one before it, and a blank one.
+    """
     form, policy = form_of(seeing), policy_of(seeing, mesh)
     algorithm = algorithm_of(policy, 30, AlgorithmConfig(loss=loss), form=form)
     batch, brought = algorithm.pack(policy, make_pictured(form).part(3, [15], 0)), Brought(monkeypatch)
