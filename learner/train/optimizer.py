@@ -12,6 +12,7 @@ from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from configs.schema import LearnerConfig
 from learner.model.policy import Policy
 from learner.train import collectives
+from learner.train.garbage import exempt_long_lived
 from learner.train.offloaded_adam import OffloadedAdamW
 
 OPTIONS = ("lr", "betas", "eps", "weight_decay")
@@ -54,6 +55,7 @@ class Optimizer:
             self.adamw.step()
         overflowed = 0.0 if finite else self._overflowed(parameters)
         self.adamw.zero_grad()
+        exempt_long_lived()  # compiled code and the optimizer's state exist by now
         skipped = {"gradient/skipped": float(not finite), "gradient/overflowed": overflowed}
         skipped["gradient/zero"] = float(finite and not norm)
         return {"lr": rate} | skipped | ({"gradient/norm": float(norm)} if finite else {})
