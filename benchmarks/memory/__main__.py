@@ -9,6 +9,7 @@ words. `--card-gib 79.2` makes a larger GPU as small as an 80 GB card: another p
 `--limit-s 200` starts nothing after so many seconds, and `--explain` adds what holds the peak. Without a GPU `--list
 small` shows that the command works. Random weights. A shape that does not fit is refused before it starts, as a run is.
 Prints one table and writes JSON after each combination; exits with 1 if one ran out of memory or is more than 5 % off.
+What an earlier command measured stays in the file if it is of the same day, hardware and versions.
 """
 
 import argparse
@@ -140,6 +141,16 @@ def hardware() -> dict[str, Any]:
     return found
 
 
+def kept(file: Path, here: dict[str, Any], names: set[str]) -> dict[str, dict[str, Any]]:
+    """Answers in `file` for `names` that an earlier command got on the same day with the same hardware and versions."""
+    found: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
+    return {
+        name: answer
+        for name, answer in found.get("cases", {}).items()
+        if name in names and here.items() <= found.items()
+    }
+
+
 def rows_of(combination: Combination, found: dict[str, Any]) -> list[ResultRow]:
     """The rows of a combination in the table."""
     name = combination.name
@@ -175,12 +186,12 @@ def summary(answers: dict[str, dict[str, Any]], left_out: int) -> list[ResultRow
 def run(args: argparse.Namespace, chosen: dict[int, Combination]) -> int:
     """Measure each combination, and write what is known after each; the exit code."""
     gpus, lock, began = Gpus(torch.cuda.device_count() or CORES), Lock(), time.monotonic()
-    answers: dict[str, dict[str, Any]] = {}
-    here = hardware()
+    here, every = hardware(), LISTS[args.list]
+    answers = kept(args.out, here, {one.name for one in every} - {one.name for one in chosen.values()})
 
     def record() -> list[ResultRow]:
-        rows = [row for one in chosen.values() if one.name in answers for row in rows_of(one, answers[one.name])]
-        rows += summary(answers, len(chosen) - len(answers))
+        rows = [row for one in every if one.name in answers for row in rows_of(one, answers[one.name])]
+        rows += summary(answers, len(every) - len(answers))
         write(args.out, "memory", [row.line() for row in rows], show=False, measured=here | {"cases": answers})
         return rows
 

@@ -1,11 +1,12 @@
 """The benchmark of memory: which combinations it takes, what it says of them, and what holds a peak."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks.memory.__main__ import rows_of, selected, share, summary
+from benchmarks.memory.__main__ import kept, rows_of, selected, share, summary
 from benchmarks.memory.combinations import COMBINATIONS, CRITICS, SHAPES, Combination
 from benchmarks.memory.holders import holders
 from benchmarks.memory.training import filled, run_file_of
@@ -70,3 +71,11 @@ def test_a_critic_is_trained_where_the_list_says_so(tmp_path: Path) -> None:
 def test_samples_fill_microbatches() -> None:
     lengths = [len(sample.tokens.numpy()) for sample in filled(2500, 1000, 64, 3)]
     assert lengths == [1000, 1000, 500] * 3
+
+
+def test_answers_of_an_earlier_command_are_kept_for_the_same_day_and_hardware(tmp_path: Path) -> None:
+    here, file = {"date": "2026-11-29", "hardware": "1 x NVIDIA H200"}, tmp_path / "memory.json"
+    assert kept(file, here, {"a"}) == {}
+    file.write_text(json.dumps(here | {"cases": {"a": {"peak": 1.0}, "b": {"peak": 2.0}}, "rows": []}))
+    assert kept(file, here, {"a", "c"}) == {"a": {"peak": 1.0}}
+    assert kept(file, here | {"hardware": "1 x NVIDIA H100"}, {"a"}) == {}
