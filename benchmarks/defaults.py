@@ -2,9 +2,10 @@
 
 `python -m benchmarks.defaults` needs GPUs: whole runs with random weights. One GPU serves and one learns (two learn in
 `--case 7B`). One run file has no key for speed (`silent`), one has the best hand-tuned keys (`tuned`); `--against
-before` compares with the earlier defaults. Both run at the same time if the host has GPUs for both, and change places
-in the next turn. Prints one table and writes JSON; figures of other cases stay in the file if they are of the same day,
-hardware and versions. Whether what `auto` takes fits is `python -m benchmarks.memory --list shapes`.
+before` compares with the earlier defaults, `--against alone` with nothing. Both run at the same time if the host has
+GPUs for both, and change places in the next turn. Prints one table and writes JSON; figures of other cases stay in the
+file if they are of the same day, hardware and versions. Whether what `auto` takes fits is `python -m
+benchmarks.memory --list shapes`.
 """
 
 import argparse
@@ -50,7 +51,9 @@ BEFORE = {
     "head_chunk_tokens": 1024,
 }
 KEYS: dict[str, dict[str, Any]] = {"silent": {}, "tuned": FAST, "before": BEFORE}
-LIMIT = 0.97
+ALONE = "alone"
+SHOWN = ("sampled tokens/s", "mfu", "first version s", "learner works", "waits s/version")
+LIMIT, MFU = 0.97, 0.55
 
 
 def whole_run(args: argparse.Namespace, keys: str) -> dict[str, float]:
@@ -84,7 +87,8 @@ def whole_run(args: argparse.Namespace, keys: str) -> dict[str, float]:
 
 def both(args: argparse.Namespace) -> list[dict[str, Any]]:
     """Run `silent` and the other run file, at the same time if there are GPUs for both, then swap their GPUs."""
-    pair, needs = ("silent", args.against), 1 + CASES[args.case].learners
+    pair = ("silent",) if args.against == ALONE else ("silent", args.against)
+    needs = 1 + CASES[args.case].learners
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in pair}
     gpus = torch.cuda.device_count()
     weights = [CASES[args.case].shape, str(args.work.resolve() / "models"), "0.0"]
@@ -97,6 +101,8 @@ def both(args: argparse.Namespace) -> list[dict[str, Any]]:
             started = [(keys, start(["--one", keys], first, args)) for keys, first in together]
             for keys, process in started:
                 found[keys].append(answer(process))
+    if args.against == ALONE:
+        return [row.line() for turn, run in enumerate(found["silent"]) for row in alone(run, args.case, turn)]
     rows = []
     for turn, (ours, other) in enumerate(zip(found["silent"], found[args.against], strict=True)):
         case = f"{args.case}, turn {turn + 1}"
@@ -106,12 +112,21 @@ def both(args: argparse.Namespace) -> list[dict[str, Any]]:
         if failed:
             rows.append(ResultRow("FAILED", 0.0, "", "; ".join(failed), case=case))
             continue
-        for key in ("sampled tokens/s", "mfu", "first version s", "learner works", "waits s/version"):
+        for key in SHOWN:
             if key in ours:
                 rows.append(ResultRow(key, ours[key], "", args.against, other[key], case))
         ratio = ours["sampled tokens/s"] / other["sampled tokens/s"]
         rows.append(ResultRow("ratio of trained tokens/s", ratio, "", "limit", LIMIT, case))
     return [row.line() for row in rows]
+
+
+def alone(run: dict[str, Any], name: str, turn: int) -> list[ResultRow]:
+    """The rows of a run without another one."""
+    case = f"{name}, {ALONE}, turn {turn + 1}"
+    if "error" in run:
+        return [ResultRow("FAILED", 0.0, "", run["error"], case=case)]
+    rows = [ResultRow(key, run[key], "", case=case) for key in SHOWN if key in run and key != "mfu"]
+    return [*rows, ResultRow("mfu", run["mfu"], "", "limit", MFU, case)] if "mfu" in run else rows
 
 
 def start(words: list[str], first: int, args: argparse.Namespace) -> "subprocess.Popen[str]":
@@ -134,7 +149,7 @@ def answer(process: "subprocess.Popen[str]") -> dict[str, Any]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--against", default="tuned", choices=[keys for keys in KEYS if keys != "silent"])
+    parser.add_argument("--against", default="tuned", choices=[*(keys for keys in KEYS if keys != "silent"), ALONE])
     parser.add_argument("--turns", type=int, default=2, help="how often the two run; they swap GPUs each time")
     parser.add_argument("--case", choices=CASES, default="1.5B")
     parser.add_argument("--versions", type=int, default=16)
@@ -150,7 +165,8 @@ def main() -> int:
     if not torch.cuda.is_available():
         parser.error("no GPU is found; on a CPU `auto` has no choice")
     rows = both(args)
-    others = [row for row in earlier(args.out) if not row.get("case", "").startswith(f"{args.case}, ")]
+    names = {row["case"] for row in rows}
+    others = [row for row in earlier(args.out) if row.get("case", "") not in names]
     write(args.out, "defaults", [*others, *rows])
     return int(any(row["what"] == "FAILED" for row in rows))
 
