@@ -103,7 +103,7 @@ def declared_images(metadata: Mapping[bytes, bytes] | None) -> list[str]:
 
 
 def _kind(feature: Any) -> Any:
-    """Of a list or sequence, its entries' kind."""
+    """The kind of a feature; for a list or sequence, the kind of its entries."""
     if isinstance(feature, list):
         return _kind(feature[0]) if feature else None
     if not isinstance(feature, Mapping):
