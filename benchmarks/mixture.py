@@ -34,7 +34,7 @@ import yaml
 
 from benchmarks.runs.ports import free_port
 from benchmarks.runs.processes import Died, Processes, records_in
-from benchmarks.teachers import ENGINE_ON_GPU, FILES, ON_GPU, laid_over, only_maker, setting, trained
+from benchmarks.teachers import ENGINE_ON_GPU, FILES, ON_GPU, laid_over, mark_of, only_maker, setting, trained
 from benchmarks.weights.table import ResultRow, progress, write
 from examples.countdown.make_model import make_tokenizer
 from examples.countdown.make_problems import render
@@ -79,8 +79,9 @@ class MixturePlan(NamedTuple):
 
 
 def name_of(args: argparse.Namespace, plan: MixturePlan) -> str:
-    """The name of the run: of its plan, and of what `--set` changes."""
-    return plan.name + "".join("-" + re.sub(r"[^\w.-]", "", word.partition(".")[2]) for word in args.set)
+    """The name of the run: of its plan, its model, and of what `--set` changes."""
+    name = plan.name + mark_of(args.work / f"model-seed{plan.seed}")
+    return name + "".join("-" + re.sub(r"[^\w.-]", "", word.partition(".")[2]) for word in args.set)
 
 
 def problems() -> list[Problem]:

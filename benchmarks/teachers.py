@@ -20,6 +20,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from hashlib import sha256
 from pathlib import Path
 from statistics import mean
 from typing import Any, NamedTuple
@@ -104,10 +105,21 @@ def last_version(args: argparse.Namespace, plan: Plan) -> int:
     return max([int(versions) for versions in given if versions], default=args.versions)
 
 
+def mark_of(*models: Path) -> str:
+    """Part of a run's name, so that models of other records have runs of their own; "" for models without a record."""
+    records = [model / "warm_start.json" for model in models]
+    known = [record.read_bytes() for record in records if record.exists()]
+    return f"-{sha256(b''.join(known)).hexdigest()[:6]}" if known else ""
+
+
 def name_of(args: argparse.Namespace, plan: Plan) -> str:
-    """The name of the run: of the seed, and of what the command line changes."""
+    """The name of the run: of the seed, its models, and of what the command line changes."""
+    models, other = [args.work / f"model-seed{plan.seed}"], ""
+    if plan.taught:
+        models.append(args.teacher or args.work / "teacher")
+        other = f"-{sha256(str(args.teacher).encode()).hexdigest()[:6]}" if args.teacher else ""
     changed = "".join("-" + re.sub(r"[^\w.-]", "", word.partition(".")[2]) for word in changes(args, plan))
-    return f"{'taught' if plan.taught else 'rewards'}-seed{plan.seed}{changed}"
+    return f"{'taught' if plan.taught else 'rewards'}-seed{plan.seed}{mark_of(*models)}{other}{changed}"
 
 
 def run_of(args: argparse.Namespace, plan: Plan) -> Processes:

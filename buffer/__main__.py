@@ -37,7 +37,16 @@ from buffer.wire.values import Bounds
 from configs import load, resume
 from configs.checks import check, existing
 from configs.data.sources import needs_truth
-from configs.entrypoint import BAD_INPUT, DONE, FAILED, StopSignals, configure_logging, run_and_exit, split_flags
+from configs.entrypoint import (
+    BAD_INPUT,
+    DONE,
+    FAILED,
+    StopSignals,
+    code_of,
+    configure_logging,
+    run_and_exit,
+    split_flags,
+)
 from configs.plain_text import print_visible
 from configs.schema import Config
 
@@ -73,7 +82,7 @@ def main(argv: Sequence[str]) -> int:
         uvloop.run(run(config, flags.accept_loss))
     except (ListenError, KeysError, LedgerError, load.ConfigError) as error:
         print_visible(f"{PROG}: {error}", sys.stderr)
-        return BAD_INPUT
+        return code_of(error)
     except (sqlite3.Error, OSError) as error:
         problem = f"{store_path(config)}: {error}; nothing unsaved was acknowledged"
         print_visible(f"{PROG}: {problem}{advice_for(error)}", sys.stderr)
@@ -87,7 +96,7 @@ def print_keys(config: Config) -> int:
         print_visible(make_keys(config.run.path / "keys"))
     except KeysError as error:
         print_visible(f"{PROG} keys: {error}", sys.stderr)
-        return BAD_INPUT
+        return code_of(error)
     return DONE
 
 

@@ -23,7 +23,7 @@ from buffer.ledger.types import LedgerError, server_name
 from buffer.store.sqlite import reading
 from buffer.wire.sample import Sample, num_turns
 from configs import load
-from configs.entrypoint import BAD_INPUT, DONE, CommandParser
+from configs.entrypoint import DONE, CommandParser, code_of
 from configs.plain_text import output, print_visible, visible
 from configs.schema import Config
 from configs.variables import unwritable
@@ -106,7 +106,7 @@ def main(argv: Sequence[str]) -> int:
         return 130
     except (LedgerError, sqlite3.Error, OSError) as error:
         print_visible(f"python -m buffer {given.command}: {error}", sys.stderr)
-        return BAD_INPUT
+        return code_of(error)
     return DONE
 
 

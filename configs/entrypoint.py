@@ -1,8 +1,8 @@
 """The outermost frame of all processes: log format, flags, signals, children, exit codes.
 
-Exit codes: 0 done or drained, 1 failed, 2 input refused before anything was started, 3 the data ended before
-`run.versions`, 4 the learner of a run that was given up, whose last checkpoint could not be written, or whose steps
-changed nothing any more (`launch`: 1), 128 + N ended at once by the second signal, number N.
+Exit codes: 0 done or drained, 1 failed, also for a full disk, 2 input refused before anything was started, 3 the data
+ended before `run.versions`, 4 the learner of a run that was given up, whose last checkpoint could not be written, or
+whose steps changed nothing any more (`launch`: 1), 128 + N ended at once by the second signal, number N.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from configs.log_floods import FloodFilter
 from configs.own_packages import PIN
 from configs.parent_death import end_with_parent
 from configs.plain_text import PlainFormatter, lost_output, print_visible
-from configs.writing import WriteError, full_disk
+from configs.writing import FULL, WriteError, full_disk
 
 T = TypeVar("T")
 DONE, FAILED, BAD_INPUT, DATA_ENDED, GIVEN_UP = 0, 1, 2, 3, 4
@@ -71,6 +71,16 @@ class CommandParser(argparse.ArgumentParser):
 
     def print_help(self, file: Any = None) -> None:
         print_visible(self.format_help(), file, end="")
+
+
+def code_of(error: BaseException | None) -> int:
+    """The exit code of a command that `error` ended: BAD_INPUT, or FAILED for a full disk, also as the reason of
+    another error. The same input may pass once there is room."""
+    while error is not None:
+        if isinstance(error, OSError) and error.errno in FULL:
+            return FAILED
+        error = error.__cause__ or error.__context__
+    return BAD_INPUT
 
 
 def process_name(text: str) -> str:

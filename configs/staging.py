@@ -4,7 +4,7 @@
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from configs.expert_models import is_loaded_in_place
+from configs.expert_models import KEPT_WHOLE, is_loaded_in_place
 from configs.model_facts import BYTES, facts_of
 from configs.publishing import GROUP_BYTES, publishes_rows, shards_of
 from configs.schema import Config
@@ -15,7 +15,8 @@ waits for the GIL, each bucket memory."""
 
 
 class Room(NamedTuple):
-    """Bytes for all weights, for what a worker loads, and for buckets loaded one by one."""
+    """Bytes for all weights, for what a worker loads, and for buckets loaded one by one. The last includes the clones
+    of weights that the model's loader keeps."""
 
     full: int
     slices: int
@@ -37,7 +38,8 @@ def room(config: Config) -> Room | None:
     passing = bucket + arrival if rows else min(2 * bucket, saved)
     full = saved + arrival + groups
     slices = saved // config.rollout.tensor_parallel + passing + groups
-    return Room(full, slices, min(2 * bucket, saved) + arrival + groups)
+    cloned = saved if facts.kind in KEPT_WHOLE and not config.model.lora else 0
+    return Room(full, slices, min(2 * bucket, saved) + arrival + groups + cloned)
 
 
 def contradictions(config: Config) -> Iterator[str]:
@@ -65,5 +67,6 @@ def lines(config: Config) -> Iterator[str]:
     size = sizes["full" if wanted == "auto" else wanted]
     if wanted == "auto" and sliceable:
         size += f", or {sizes['slices']} if it can stage what it loads only,"
-    paused = f"; {sizes['bucket']} are enough for weights.staging: bucket, which pauses" if wanted == "auto" else ""
+    less = wanted == "auto" and needs.bucket < needs.full
+    paused = f"; {sizes['bucket']} are enough for weights.staging: bucket, which pauses" if less else ""
     yield f"staging: each worker of a server takes about {size} beside vLLM for the next version{paused}"

@@ -12,7 +12,8 @@ import subprocess
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from itertools import islice
+from hashlib import sha256
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -26,8 +27,16 @@ Row = dict[str, Any]
 """A demonstration, as docs/sft.md has it."""
 Sections = dict[str, dict[str, Any]]
 """A run file, by section."""
+LOOKED_AT = 1000
 RUN_FILE = "lesson.yaml"
 """Made first and removed never: a folder without it is another's."""
+
+
+def first_shown(rows: Iterator[Row]) -> tuple[str, Iterator[Row]]:
+    """A digest of the first of `rows`, which belongs in the record of a model that they teach: they also depend on what
+    no argument names. With all of `rows`, the first ones included."""
+    first = list(islice(rows, LOOKED_AT))
+    return sha256(json.dumps(first).encode()).hexdigest(), chain(first, rows)
 
 
 def write_down(file: Path, rows: Iterable[Row]) -> None:

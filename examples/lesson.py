@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from examples.fine_tuning import Row, Sections, begun, tune
+from examples.fine_tuning import Row, Sections, begun, first_shown, tune
 from examples.kept import is_kept, record_made
 
 Messages = list[dict[str, str]]
@@ -43,13 +43,14 @@ def teach(args: argparse.Namespace, shown: Shown, **asked: Any) -> str:
     """Make the folder `args.out` unless one with the same arguments exists; returns one line for people. `asked`: what
     the answers depend on, beside the arguments of `add_arguments`."""
     asked |= {name: getattr(args, name) for name in ("seed", "steps", "batch", "lr")} | {"model": str(args.model)}
+    asked["shown"], rows = first_shown(demonstrations(shown, random.Random(args.seed)))
     made, folder = args.out / "lesson.json", args.out / "lesson"
     if is_kept(made, asked, args.out / "model.safetensors"):
         return f"{args.out}: model kept, made before with the same arguments"
     began = time.monotonic()
     with begun(folder):
         made.unlink(missing_ok=True)
-        tune(args.out, folder, demonstrations(shown, random.Random(args.seed)), run_file(args))
+        tune(args.out, folder, rows, run_file(args))
         record_made(made, asked)
     return f"{args.out}: {args.steps} steps of {args.batch} answers, {time.monotonic() - began:.0f} s"
 

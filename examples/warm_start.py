@@ -16,7 +16,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM, set_seed
 from transformers.utils.logging import disable_progress_bar
 
-from examples.fine_tuning import Row, Sections, begun, tune
+from examples.fine_tuning import Row, Sections, begun, first_shown, tune
 from examples.kept import is_kept, record_made
 
 END, PAD = "<|endoftext|>", "<|pad|>"
@@ -121,7 +121,9 @@ def teach(
     the arguments. `write` writes random weights and returns the number of parameters. `rows`: endless demonstrations;
     None: `sections`, the run file, name them."""
     made, folder, steps = out / "warm_start.json", out / "warm_start", sections["run"]["versions"]
-    asked = asked | {"taught by": TAUGHT_BY}
+    asked = asked | {"taught by": TAUGHT_BY, "learner": sections["learner"]}
+    if rows is not None:
+        asked["shown"], rows = first_shown(rows)
     if is_kept(made, asked, out / "model.safetensors"):
         return f"{out}: model kept, made before with the same arguments"
     began = time.monotonic()

@@ -30,7 +30,7 @@ from transformers import AutoTokenizer
 
 from buffer.curve import client_keys_for, ready
 from buffer.data.images import ImageFormat
-from buffer.keys import KeysError, load_server_keys
+from buffer.keys import ClientKeys, KeysError, load_server_keys
 from buffer.wire.client import LearnerClient, RefusedError
 from buffer.wire.protocol import Finished
 from configs.checks import WEIGHTS, check, max_sample_tokens
@@ -120,7 +120,7 @@ def main(argv: Sequence[str]) -> int:
             log.info("%s", line)
         if config.learner.ranks > 1 and "RANK" not in os.environ:
             return ranks.start(argv, config.learner)
-        finished = train(config, configure_process(config, device), phases, form)
+        finished = train(config, device, phases, form)
     except (ConfigError, KeysError, RefusedError, OutOfMemory, process.NoCertificate, *OVER) as error:
         print_visible(f"{PROG}: {error}", sys.stderr)
         over = isinstance(error, OVER)
@@ -136,9 +136,8 @@ def train(
     config: Config, device: torch.device, phases: StartPhases, form: ImageFormat | None = None
 ) -> Finished | None:
     """Run the loop; returns how it ended before the last version."""
-    path, versions = config.run.path, config.run.versions
-    buffer_keys = client_keys_for(config.buffer.address, path, "learner")
-    with process_group(config, device) as mesh, ExitStack() as parts:
+    path, versions, prepared = config.run.path, config.run.versions, partial(prepare, config, device)
+    with process_group(config, device, prepared) as (mesh, (device, buffer_keys)), ExitStack() as parts:
         rank, world = mesh.get_rank(), mesh.size()
         parts.enter_context(watchdog.Watchdog(config.learner.timeout_s, path / "logs"))
         check_offload(config.learner, mesh, device)
@@ -184,6 +183,11 @@ def train(
         if not stopping.begun:
             algorithm.skipped.check_end()
     return None if stopping.begun else batches.finished
+
+
+def prepare(config: Config, device: torch.device) -> tuple[torch.device, ClientKeys]:
+    """Configure the process; returns its device and its keys for the buffer. Raises ConfigError, KeysError."""
+    return configure_process(config, device), client_keys_for(config.buffer.address, config.run.path, "learner")
 
 
 def build(

@@ -4,8 +4,8 @@ import logging
 import os
 import socket
 import time
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from errno import EADDRINUSE
 from ipaddress import ip_address
@@ -29,15 +29,17 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 MEET_S = 300.0
 AGAIN_S = 0.5
+READ_S = 10.0
 THERE_IS_A_STORE = "TORCHELASTIC_USE_AGENT_STORE"
 """torch's variable: `True` if a store listens."""
 UNSET = "unset RANK and WORLD_SIZE if a pod or shell has left them"
 
 
 @contextmanager
-def process_group(config: Config, device: torch.device) -> Iterator[DeviceMesh]:
-    """Start the default process group and yield its mesh. Raises ConfigError if the ranks do not find each other. A
-    failed rank does not destroy the group: it just exits."""
+def process_group(config: Config, device: torch.device, prepare: Callable[[], T]) -> Iterator[tuple[DeviceMesh, T]]:
+    """Start the default process group; yield its mesh and this rank's `prepare()`. Raises ConfigError on every rank if
+    `prepare` raises that, or KeysError, on any rank, and if the ranks do not find each other. A failed rank does not
+    destroy the group: it just exits."""
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     timeout = timedelta(seconds=config.learner.timeout_s + watchdog.TORCH_LATER_S)
     watchdog.enable_flight_recorder()
@@ -47,15 +49,19 @@ def process_group(config: Config, device: torch.device) -> Iterator[DeviceMesh]:
         choose_interface(os.environ)  # refuses an address at which the other nodes' ranks would wait in vain
     else:
         gloo_here()
-    store, rank = meet(os.environ) if "RANK" in os.environ else (HashStore(), 0)
+    prepared, problems = _attempt(prepare)
+    store, rank = meet(os.environ, problems) if "RANK" in os.environ else (HashStore(), 0)
+    if problems:
+        raise ConfigError(problems)
     store.set_timeout(timeout)
     dist.init_process_group(backend, timeout=timeout, store=store, rank=rank, world_size=world)
-    yield make_mesh(device.type, config.learner.shard or local)
+    yield make_mesh(device.type, config.learner.shard or local), prepared[0]
     dist.destroy_process_group()
 
 
-def meet(environment: Mapping[str, str], limit_s: float = MEET_S) -> tuple[Store, int]:
-    """Wait for all ranks; returns the store and this rank. Raises ConfigError if one is missing."""
+def meet(environment: Mapping[str, str], problems: Sequence[str] = (), limit_s: float = MEET_S) -> tuple[Store, int]:
+    """Wait for all ranks; returns the store and this rank. Raises ConfigError if one is missing, and on every rank if
+    one has `problems`."""
     rank, world = int(environment["RANK"]), int(environment["WORLD_SIZE"])
     host, port, timeout = environment["MASTER_ADDR"], int(environment["MASTER_PORT"]), timedelta(seconds=limit_s)
     hosts = rank == 0 and environment.get(THERE_IS_A_STORE) != "True"
@@ -72,14 +78,28 @@ def meet(environment: Mapping[str, str], limit_s: float = MEET_S) -> tuple[Store
         ) from None
     store = PrefixStore(f"ranks/{environment.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
     come = [f"come/{number}" for number in range(world)]
-    store.set(come[rank], "")
+    store.set(come[rank], "\n".join(problems))
+    if problems and not hosts:
+        raise ConfigError(problems)
     try:
         store.wait(come, timeout)
     except dist.DistError:
         missing = ", ".join(str(number) for number, key in enumerate(come) if not store.check([key]))
         problem = f"WORLD_SIZE: {world}, but rank {missing} did not come to {host}:{port} in {limit_s:g} s"
-        raise ConfigError([f"{problem}; start every rank, or {UNSET}"]) from None
+        raise ConfigError([*problems, f"{problem}; start every rank, or {UNSET}"]) from None
+    every = [told.decode().splitlines() for told in store.multi_get(come)]
+    if refused := next(filter(None, every), None):
+        _part(store, rank, [number for number, own in enumerate(every) if not own], hosts)
+        raise ConfigError(refused)
     return store, rank
+
+
+def _part(store: Store, rank: int, reading: Sequence[int], hosts: bool) -> None:
+    """The store ends with the rank that hosts it, which waits for those that are `reading` there."""
+    store.set(f"read/{rank}", "")
+    if hosts:
+        with suppress(dist.DistError):
+            store.wait([f"read/{number}" for number in reading], timedelta(seconds=READ_S))
 
 
 def open_store(host: str, port: int) -> TCPStore:
@@ -143,16 +163,19 @@ def replica(mesh: DeviceMesh) -> int:
 def on_every_rank(decide: Callable[[], T]) -> T:
     """Return this rank's `decide()`. Raises ConfigError on every rank if it raises that, or KeysError, on any rank: the
     others would wait for that rank in their next collective. A collective, and `decide` must contain none."""
-    found, problems = list[T](), list[str]()
-    try:
-        found.append(decide())
-    except (ConfigError, KeysError) as error:
-        problems += str(error).splitlines()
+    found, problems = _attempt(decide)
     every: list[list[str]] = [[] for _ in range(dist.get_world_size())]
     dist.all_gather_object(every, problems)
     if refused := next(filter(None, every), None):  # of the first rank: others differ by a few bytes
         raise ConfigError(refused)
     return found[0]
+
+
+def _attempt(decide: Callable[[], T]) -> tuple[list[T], list[str]]:
+    try:
+        return [decide()], []
+    except (ConfigError, KeysError) as error:
+        return [], str(error).splitlines()
 
 
 def choose_interface(environment: MutableMapping[str, str]) -> None:

@@ -1,4 +1,5 @@
-"""A watchdog on each rank ends all ranks if a collective outlives `learner.timeout_s`, and names the missing one.
+"""A watchdog on each rank ends all ranks if a collective outlives `learner.timeout_s`, and names the missing one; and
+if one of them fails, for which the others would wait in their next collective.
 
 torch's flight recorder has the collectives, and a store how many each rank has begun. A watchdog whose timeout expires
 prints one line, writes the recorder's dump and ends its process; the others see that and end too.
@@ -13,6 +14,9 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
+from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,8 +25,10 @@ from torch._C import _distributed_c10d as c10d
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.distributed.distributed_c10d import _get_default_store, _world
 
+from buffer.keys import KeysError
 from buffer.wire.awake import TICK_S, AwakeClock
-from configs.entrypoint import FAILED
+from configs.entrypoint import BAD_INPUT, FAILED
+from configs.load import ConfigError
 from configs.plain_text import print_visible
 from configs.variables import private_folder
 
@@ -34,6 +40,9 @@ TORCH_LATER_S = 15.0
 """torch's own timeout expires this much later."""
 ANSWER_S = 10.0
 """If the store answers later, each rank ends itself."""
+OWN_S = 5.0
+"""Once another rank has failed, this one ends so much later: it may be about to raise the same error."""
+REFUSALS = (ConfigError, KeysError)
 Note = dict[str, Any]
 """A rank's note: collectives `begun` by group, `where` the rank is, and `at` which Unix time it was written."""
 
@@ -56,6 +65,7 @@ class Watchdog:
         self._asked: Future[Any] = Future()
         self._asked.set_result(None)
         self._every_s = min(max(timeout_s / 10, 0.1), 5.0)
+        self._verdict: tuple[int, str] | None = None
         self._gone, self._clock, self._waits = False, AwakeClock(), Waits(self._every_s)
         self._thread = threading.Thread(target=self._run, name="watchdog", daemon=True)
 
@@ -65,8 +75,33 @@ class Watchdog:
             self._thread.start()
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._stop.set()
+        if error is not None and self.world > 1:
+            self._thread.join(ANSWER_S)
+            self._tell(error)
+
+    def _tell(self, error: BaseException) -> None:
+        """End the other ranks; or this one as another has ended, if that refused its input and collectives failed."""
+        code = BAD_INPUT if isinstance(error, REFUSALS) else FAILED
+        own = code, f"learner: rank {self.rank} has failed: {error}"
+        first, line = self._verdict or self._ask(partial(self._first, own)) or own
+        if first == BAD_INPUT and isinstance(error, RuntimeError):
+            print_visible(line, sys.stderr)
+            os._exit(BAD_INPUT)
+        if self.rank == 0:  # the store may end with this process
+            self._ask(self._wait_heard)
+
+    def _first(self, own: tuple[int, str]) -> tuple[int, str]:
+        self._store.set(f"heard/{self.rank}", "")
+        if self._store.add("verdicts", 1) == 1:
+            self._store.set("verdict", json.dumps(own))
+        code, line = json.loads(self._store.get("verdict"))
+        return code, line
+
+    def _wait_heard(self) -> None:
+        with suppress(dist.DistStoreError):  # a rank may have ended before
+            self._store.wait([f"heard/{rank}" for rank in range(self.world)], timedelta(seconds=2 * self._every_s))
 
     def _run(self) -> None:
         next_s = self._every_s
@@ -83,14 +118,27 @@ class Watchdog:
         waited = self._waits.waited_s(oldest, self._clock.now()) if oldest else 0.0
         begun = {name: max(int(group["last_enqueued_collective"]), 0) for name, group in state["pg_status"].items()}
         note = {"begun": begun, "where": current_line(self._main), "at": time.time()}
-        if self._ask(lambda: self._exchange(note)):
-            os._exit(FAILED)
+        self._verdict = self._ask(lambda: self._exchange(note))
+        if self._verdict:
+            self._follow(*self._verdict)
         elif oldest and waited > self.timeout_s:
             self._expire(oldest, waited, note)
 
-    def _exchange(self, note: Note) -> bool:
+    def _exchange(self, note: Note) -> tuple[int, str] | None:
+        """The exit code of all ranks, and a line that each prints; None while none has failed."""
         self._store.set(str(self.rank), json.dumps(note))
-        return bool(self._store.check(["verdict"]))
+        if not self._store.check(["verdict"]):
+            return None
+        code, line = json.loads(self._store.get("verdict"))
+        self._store.set(f"heard/{self.rank}", "")
+        return code, line
+
+    def _follow(self, code: int, line: str) -> None:
+        if line and self._stop.wait(OWN_S):
+            return
+        if line:
+            print_visible(line, sys.stderr)
+        os._exit(code)
 
     def _ask(self, work: Callable[[], T]) -> T | None:
         """None if the store does not answer in time: a machine may be cut off."""
@@ -121,7 +169,7 @@ class Watchdog:
         if first is not False:  # one line from all ranks, if they can agree
             line = verdict(entry, waited, self._ask(self._notes) or {self.rank: note}, self.rank, self.timeout_s, path)
             print_visible(line, sys.stderr)
-            self._ask(lambda: self._store.set("verdict", "1"))
+            self._ask(lambda: self._store.set("verdict", json.dumps((FAILED, ""))))
         os._exit(FAILED)
 
     def _notes(self) -> dict[int, Note | None]:

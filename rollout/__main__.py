@@ -26,6 +26,7 @@ from configs.entrypoint import (
     DONE,
     FAILED,
     StopSignals,
+    code_of,
     configure_logging,
     process_name,
     run_and_exit,
@@ -74,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
         return command(argv[1:]) if command else run_server(argv)
     except (ValueError, KeysError) as error:
         print_visible(f"{prog}: {error}", sys.stderr)
-        return BAD_INPUT
+        return code_of(error)
     except Exception as error:
         return explain_failure(error, prog)
 

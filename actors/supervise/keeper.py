@@ -61,7 +61,7 @@ class Keeper:
             self._changed.wait_for(lambda: bool(self._events) and self._events[-1].number > after, timeout_s)
             return [event for event in self._events if event.number > after]
 
-    def drain(self, timeout_s: float) -> None:
+    def drain(self, timeout_s: float, clock: AwakeClock | None = None) -> None:
         """The process may read the timeout (`entrypoint.notice_s`). Time for which this process is stopped does not
         count."""
         with self._changed:
@@ -69,7 +69,7 @@ class Keeper:
                 with suppress(OSError):
                     self._notice.write_text(f"{timeout_s:.1f}", encoding="utf-8")
                 self._end(lambda guarded: guarded.signal(signal.SIGTERM))
-        clock = AwakeClock()  # the process may be stopped together with this one, as by Ctrl-Z
+        clock = clock or AwakeClock()  # the process may be stopped together with this one, as by Ctrl-Z
         until = clock.now() + timeout_s
         while self._thread.is_alive() and (left_s := until - clock.now()) > 0:
             self._thread.join(min(left_s, TICK_S))

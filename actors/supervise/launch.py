@@ -31,7 +31,7 @@ from buffer.ledger.types import LedgerError
 from buffer.store.past import accept_loss
 from buffer.wire.protocol import LAUNCHER
 from configs.checks import cluster_of, own_hosts, refuse_paths, starts_ray
-from configs.entrypoint import BAD_INPUT, DONE, split_flags
+from configs.entrypoint import BAD_INPUT, DONE, code_of, split_flags
 from configs.explain import explain
 from configs.flow.kv_room import gpu_bytes
 from configs.load import ConfigError, read, write
@@ -75,7 +75,7 @@ def main(argv: Sequence[str]) -> int:
             accept.hold(config)
     except (ConfigError, LedgerError, WriteError) as error:
         print_visible(error, sys.stderr)
-        return BAD_INPUT
+        return code_of(error)
     logging.getLogger("buffer").setLevel(logging.ERROR)  # the display shows when the buffer does not answer
     display = Display(config)
     for line in [*explain(config, judgement.rows, gpu_bytes()), *judgement.lines(), *news]:
@@ -190,7 +190,7 @@ def keep(
             return asyncio.run(_supervise(supervisor, display, machines, fleet))
     except (ConfigError, KeysError, WriteError) as error:
         print_visible(error, sys.stderr)
-        return BAD_INPUT
+        return code_of(error)
 
 
 @contextmanager

@@ -1,11 +1,13 @@
 """Problems with images for benchmarks: `write_photos(file, ...)` writes a parquet file in EasyR1's columns.
 
 An image is smooth noise with grain, which compresses about as a photo does, as JPEG or PNG, of random sides. The same
-arguments give the same rows; a file that is there already is kept.
+arguments give the same rows; a file that they made is kept.
 """
 
 import io
+import json
 import random
+from dataclasses import asdict
 from math import sqrt
 from pathlib import Path
 from typing import Any
@@ -17,6 +19,7 @@ from PIL import Image
 
 from buffer.data.image_rows import MARK
 from buffer.data.images import ImageFormat
+from examples.kept import is_kept, record_made
 
 LONGER = 1.8
 """Most that one side of an image is longer than the other."""
@@ -42,8 +45,10 @@ def write_photos(
 ) -> Path:
     """`rows` problems of `length` letters, each with an image of `tokens[0]` to `tokens[1]` tokens, but every
     `text_only`-th. Every fourth image is a PNG."""
-    if file.exists():
+    record, asked = file.with_suffix(".json"), [asdict(form), rows, list(tokens), letters, length, text_only]
+    if is_kept(record, {"photos": json.loads(json.dumps(asked))}, file):
         return file
+    record.unlink(missing_ok=True)
     draw, words = np.random.default_rng(0), random.Random(0)
     made: list[dict[str, Any]] = []
     for row in range(rows):
@@ -57,4 +62,5 @@ def write_photos(
     part = file.with_suffix(".part")
     pq.write_table(pa.Table.from_pylist(made, schema), part, row_group_size=64)
     part.replace(file)  # whoever finds it finds it complete
+    record_made(record, {"photos": asked})
     return file

@@ -32,16 +32,15 @@ SMOLLM2_PROBLEMS = ("--numbers", "2", "3", "--largest", "20", "--target", "40", 
 
 
 def prepare(work: Path, model: Path | None) -> tuple[Path, Path]:
-    """The folders of problems and model; without a `model`, those of the quickstart. What is there already is kept."""
+    """The folders of problems and model; without a `model`, those of the quickstart. What the same arguments made is
+    kept."""
     data = work / ("toy-problems" if model is None else "problems")
     train = data / "train.parquet"
-    if not train.exists():
-        make("examples.countdown.make_problems", "--out", data, "--eval", "12", *(SMOLLM2_PROBLEMS if model else ()))
+    make("examples.countdown.make_problems", "--out", data, "--eval", "12", *(SMOLLM2_PROBLEMS if model else ()))
     if model is not None:
         return data, model.resolve()
     toy = work / "toy"
-    if not (toy / "config.json").exists():
-        make("examples.countdown.make_model", "--problems", train, "--out", toy, "--steps", "200")
+    make("examples.countdown.make_model", "--problems", train, "--out", toy, "--steps", "200")
     return data, toy
 
 

@@ -12,7 +12,7 @@ import re
 import sys
 import zlib
 from array import array
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
 from functools import cache
 from itertools import repeat
@@ -26,7 +26,7 @@ import pyarrow.csv as pc_csv
 import pyarrow.parquet as pq
 
 from buffer.data.columns import ColumnRules, ProblemsError, plain, require_servable
-from buffer.data.image_columns import may_hold, unread
+from buffer.data.image_columns import AS_TEXT, IMAGE_STRUCT, SEPARATE, declared_images, may_hold, unread
 from buffer.data.image_rows import IMAGES
 from buffer.data.line_index import LineIndex, bounds_of
 from buffer.data.servable import MOST_BYTES, MOST_ENTRIES, MOST_NESTED, is_deep
@@ -103,6 +103,7 @@ def _parquet(path: Path, rules: ColumnRules, where: str) -> FileRows:
 
 def _table(table: pa.Table, rules: ColumnRules, where: str, images: Iterator[Any] | None) -> FileRows:
     kept = {name: ours for name in table.column_names if (ours := rules.ours(name)) is not None}
+    declared = {kept[name] for name in declared_images(table.schema.metadata) if name in kept}
     table = table.select(list(kept)).rename_columns(list(kept.values()))
     needed = rules.required(table.column_names, where)
     for name in needed:
@@ -115,7 +116,7 @@ def _table(table: pa.Table, rules: ColumnRules, where: str, images: Iterator[Any
         truth = pc.struct_field(table.column("reward_model"), "ground_truth")
         _require_filled(truth, "reward_model.ground_truth", where)
     _require_servable(table, where)
-    found = _found(table, needed[0], images)
+    found = _found(table, needed[0], images, declared.difference(SEPARATE))
     types = {field.name: str(field.type).removeprefix("large_") for field in table.schema}
     return FileRows(table.num_rows, lambda index: plain(table.slice(index, 1).to_pylist()[0]), found, types)
 
@@ -148,9 +149,15 @@ def _is_plain(kind: pa.DataType) -> bool:
         return len(set(names)) == len(names) and all(_is_plain(field.type) for field in kind)
     if types.is_list(kind) or types.is_large_list(kind) or types.is_dictionary(kind):
         return _is_plain(kind.value_type)
-    number = types.is_integer(kind) or types.is_float32(kind) or types.is_float64(kind)
     text = types.is_string(kind) or types.is_large_string(kind) or types.is_binary(kind) or types.is_large_binary(kind)
-    return bool(number or text or types.is_boolean(kind) or types.is_decimal(kind) or types.is_null(kind))
+    return _is_number(kind) or text
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    """Also of nulls."""
+    types = pa.types
+    number = types.is_integer(kind) or types.is_float32(kind) or types.is_float64(kind)
+    return bool(number or types.is_boolean(kind) or types.is_decimal(kind) or types.is_null(kind))
 
 
 def _longest(column: pa.ChunkedArray) -> float:
@@ -166,15 +173,36 @@ def _longest(column: pa.ChunkedArray) -> float:
     return 0
 
 
-def _found(table: pa.Table, text: str, images: Iterator[Any] | None) -> Found | None:
-    """`text`: the column of prompts. None if no column may hold an image."""
-    others = may_hold(tuple(table.column_names))
+def _found(table: pa.Table, text: str, images: Iterator[Any] | None, declared: Collection[str]) -> Found | None:
+    """`text`: the column of prompts. `declared`: columns that are images in Hugging Face's words. None if no column may
+    hold an image."""
+    named = {*may_hold(tuple(table.column_names)), *declared}
+    others = [
+        name
+        for name, column in zip(table.column_names, table.columns, strict=True)
+        if name in named or (name not in SEPARATE and _may_show(column))
+    ]
     if images is None and not others:
         return None
     slices = (table.slice(row, ROWS_AT_ONCE) for row in range(0, table.num_rows, ROWS_AT_ONCE))
     rows = (row for some in slices for row in some.select([text, *others]).to_pylist())
     both = zip(rows, images or repeat(None, table.num_rows), strict=True)
-    return ((image, row[text], unread(row | {IMAGES: image})) for row, image in both)
+    return ((image, row[text], unread(row | {IMAGES: image}, declared)) for row, image in both)
+
+
+def _may_show(column: pa.ChunkedArray) -> bool:
+    """Whether some value may be an image or have one in it."""
+    kind, types = column.type, pa.types
+    if types.is_struct(kind):
+        parts = [pc.struct_field(column, [at]) for at in range(kind.num_fields)]
+        return IMAGE_STRUCT.issuperset(field.name for field in kind) or any(map(_may_show, parts))
+    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
+        return _may_show(pc.list_flatten(column))
+    if types.is_dictionary(kind):
+        return any(_may_show(pa.chunked_array([chunk.dictionary])) for chunk in column.chunks)
+    if types.is_string(kind) or types.is_large_string(kind):
+        return bool(pc.any(pc.match_substring_regex(column, AS_TEXT)).as_py())
+    return not (_is_number(kind) or types.is_temporal(kind))
 
 
 def _images_in(file: pq.ParquetFile, column: str) -> Iterator[Any]:

@@ -1,7 +1,7 @@
 """`python -m learner merge CHECKPOINT OUT`: writes the whole weights of a checkpoint with an adapter as a Hugging Face
 folder.
 
-Computes on the CPU, in float32, and rounds once, to `model.dtype`. Exit 2: bad input.
+Computes on the CPU, in float32, and rounds once, to `model.dtype`. Exit 1: a full disk, 2: bad input.
 """
 
 import sys
@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from configs.architecture import PROVEN
 from configs.checkpoint_files import fault
-from configs.entrypoint import BAD_INPUT, DONE, CommandParser
+from configs.entrypoint import DONE, CommandParser, code_of
 from configs.plain_text import print_visible
 from configs.variables import can_write
 from configs.writing import draft_of, removed_on_failure, writing
@@ -38,7 +38,7 @@ def main(argv: Sequence[str]) -> int:
         merge(given.checkpoint, given.out)
     except (ValueError, OSError) as error:
         print_visible(f"{PROG}: {str(error).splitlines()[0]}", sys.stderr)
-        return BAD_INPUT
+        return code_of(error)
     print_visible(f"vllm serve {given.out}")
     return DONE
 

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -71,7 +72,7 @@ def main(argv: Sequence[str]) -> int:
             return ranks.start(["sft", *argv], config.learner)
         if os.environ.get("RANK", "0") == "0":
             take_folder(config.run.path)
-        tune(config, fitting, configure_process(config, device))
+        tune(config, fitting, device)
     except (ConfigError, OutOfMemory, process.NoCertificate, *OVER) as error:
         print_visible(f"{PROG}: {error}", sys.stderr)
         over = isinstance(error, OVER)
@@ -110,7 +111,8 @@ def take_folder(path: Path) -> None:
 def tune(given: Config, config: Config, device: torch.device) -> None:
     """Run the loop. `given`: what `config.yaml` records."""
     path, versions = config.run.path, config.run.versions
-    with process_group(config, device) as mesh, ExitStack() as parts:
+    prepare = partial(configure_process, config, device)
+    with process_group(config, device, prepare) as (mesh, device), ExitStack() as parts:
         rank = mesh.get_rank()
         parts.enter_context(watchdog.Watchdog(config.learner.timeout_s, path / "logs"))
         data, held_out = read_all(config)

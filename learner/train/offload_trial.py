@@ -29,7 +29,8 @@ KEY, REMEDY = "learner.cpu_offload: optimizer", "set it to true or false"
 
 
 def check_offload(learner: LearnerConfig, mesh: DeviceMesh, device: torch.device) -> None:
-    """Raise ConfigError, on all ranks alike, if the run offloads its optimizer and the trial fails."""
+    """Raise ConfigError if the run offloads its optimizer and the trial fails. If it fails on one rank alone, the
+    watchdog ends the others."""
     if learner.cpu_offload == "optimizer" and device.type == "cuda":
         try_offload(mesh, device)
         gc.collect()

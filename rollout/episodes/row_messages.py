@@ -4,7 +4,7 @@ image."""
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from buffer.data.image_columns import holds, may_hold
+from buffer.data.image_columns import holds, may_hold, shows
 from buffer.data.image_rows import IMAGES, MARK
 from rollout.errors import PromptError
 
@@ -46,8 +46,9 @@ def message_of(number: int, message: Any, template: str, images: bool) -> dict[s
 
 def _require_no_image(chat: Collection[Mapping[str, Any]]) -> None:
     for number, message in enumerate(chat):
-        for key in (IMAGES, *may_hold(tuple(message))):
-            if holds(key, message.get(key)):
+        named = (IMAGES, *may_hold(tuple(message)))
+        for key, value in message.items():
+            if (key in named and holds(key, value)) or (key not in ("content", "tool_calls") and shows(value)):
                 problem = f"message {number} has the key {key}, and images are read from the column {IMAGES} of the row"
                 raise PromptError(f"{problem}; move them there, and write {MARK} where one goes")
 

@@ -91,8 +91,14 @@ def test_two_runs_of_a_pair_differ_in_their_draws_only(tmp_path: Path) -> None:
     assert chosen.data.model_copy(update={"difficulty": None}) == uniform.data
 
 
-def test_a_run_with_other_keys_is_another_run() -> None:
+def test_a_run_with_other_keys_or_of_another_model_is_another_run(tmp_path: Path) -> None:
     """The benchmark reads runs that it finds in the folder, so runs with other keys must have other names."""
     (_, plan), sets = plans([3], [4], []), (["learner.lr=8e-4"], ["learner.lr=1e-3"], [])
-    names = [name_of(argparse.Namespace(set=words), plan) for words in sets]
-    assert names[0] == "uniform-staleness4-seed3-lr8e-4" and len(set(names)) == 3
+    names = [name_of(argparse.Namespace(work=tmp_path, set=words), plan) for words in sets]
+    assert names[0] == "uniform-staleness4-seed3-lr8e-4"
+    record = tmp_path / "model-seed3" / "warm_start.json"
+    record.parent.mkdir()
+    for shown in ("one", "other"):
+        record.write_text(shown)
+        names.append(name_of(argparse.Namespace(work=tmp_path, set=[]), plan))
+    assert len(set(names)) == 5

@@ -10,6 +10,7 @@ from transformers import AutoTokenizer
 
 from benchmarks.rollout import ServerBenchmark
 from benchmarks.runs.bare import once
+from benchmarks.runs.photos import write_photos
 from benchmarks.runs.processes import PROMPT_TOKENS, TEXT_ONLY, data_of, prompt_of
 from benchmarks.vision.__main__ import VisionBenchmark, arguments
 from benchmarks.vision.loading import same
@@ -38,6 +39,18 @@ def test_the_marks_of_an_image_are_single_tokens(shape: str, tmp_path: Path) -> 
     first, last, image, *_ = special_ids(shape).values()
     marked, wanted = "ab<|vision_start|><|image_pad|><|vision_end|>", [first, image, last]
     assert tokenizer.encode(marked)[2:] == wanted and tokenizer.eos_token_id == END
+
+
+def test_photos_that_other_arguments_made_are_not_kept(tmp_path: Path) -> None:
+    form, file = ImageFormat.of(str(folder_of(SMALL[0], tmp_path)), DataConfig(train="x")), tmp_path / "photos.parquet"
+    assert form is not None
+
+    def made(rows: int) -> tuple[int, int]:
+        write_photos(file, form, rows, (4, 8), "ab", 5, 2)
+        return pq.read_metadata(file).num_rows, file.stat().st_mtime_ns
+
+    first = made(2)
+    assert made(2) == first and made(3)[0] == 3
 
 
 @pytest.mark.parametrize("shape", SMALL)

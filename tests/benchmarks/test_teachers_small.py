@@ -75,12 +75,15 @@ def test_a_setting_is_laid_over_key_by_key() -> None:
     assert config["teacher"] == {"engine": {"dtype": "float32"}}
 
 
-def test_some_settings_are_of_all_runs_and_each_run_has_a_name_of_its_own() -> None:
+def test_some_settings_are_of_all_runs_and_each_run_has_a_name_of_its_own(tmp_path: Path) -> None:
     both, own = ["batch.groups=256", "run.versions=9"], ["learner.betas=[0.8, 0.9]"]
-    args = argparse.Namespace(both=both, set=own, versions=10)
+    args = argparse.Namespace(both=both, set=own, versions=10, work=tmp_path, teacher=None)
     names = [name_of(args, Plan(0, taught, None, None)) for taught in (False, True)]
     assert names == ["rewards-seed0-groups256-versions9", "taught-seed0-groups256-versions9-betas0.80.9"]
     assert [last_version(args, Plan(0, taught, None, None)) for taught in (False, True)] == [9, 9]
+    args.teacher = tmp_path / "other"
+    others = [name_of(args, Plan(0, taught, None, None)) for taught in (False, True)]
+    assert others[0] == names[0] and others[1] != names[1]
 
 
 def test_on_gpus_a_run_survives_the_rounding_of_improbable_tokens() -> None:
@@ -95,7 +98,7 @@ def plan_in(work: Path, only: str | None) -> tuple[argparse.Namespace, Plan, Pat
     folder.mkdir()
     (folder / "given.yaml").write_text("of another process")
     (folder / "metrics.jsonl").write_text('{"version": 1, "reward/mean": 0.5}\n{"version": 2, "rew')
-    args = argparse.Namespace(work=work, set=[], both=[], only=only, versions=10, budget_s=5.0)
+    args = argparse.Namespace(work=work, teacher=None, set=[], both=[], only=only, versions=10, budget_s=5.0)
     return args, Plan(0, False, None, None), folder / "given.yaml"
 
 

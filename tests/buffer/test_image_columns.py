@@ -1,6 +1,7 @@
 """Images in columns from which none are read: a model that sees is not trained without them in silence."""
 
 import json
+from base64 import b64encode
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,9 +13,10 @@ import pytest
 
 from actors.doctor.run_file import judge
 from buffer.data.image_columns import unread
+from buffer.data.images import FILE_KINDS
 from buffer.problems import ProblemsError, check_images, load_problems
 from configs.load import ConfigError, load
-from configs.schema import Config
+from configs.schema import Config, DataConfig
 from rollout.evaluation.players import load_sets
 from tests.buffer.test_images import CONFIG, PROCESSOR, RGB, file, model
 from tests.harness.weightless import add_weights
@@ -44,6 +46,32 @@ HELD = {
     "a struct of base64": {"img": {"base64": "iVBORw0KGgo"}},
     "an address by name": {"image_name": "https://example.org/7"},
 }
+BY_VALUE = {
+    "a struct of bytes": {"bytes": PNG, "path": None},
+    "a struct of bytes of no known kind": {"bytes": b"?", "path": None},
+    "a struct of bytes and a path": {"bytes": PNG, "path": "a.wav"},
+    "a struct of a path": {"bytes": None, "path": "photos/7"},
+    "a struct of a path alone": {"path": "a.PNG"},
+    "a list of structs": [{"bytes": PNG, "path": None}],
+    "a struct in a struct": {"caption": "red", "drawn": {"bytes": None, "path": "a.png"}},
+    "a list in a struct": {"caption": "red", "drawn": [{"path": "a.png", "bytes": None}]},
+    "a data URL": "data:image/png;base64,iVBORw0KGgo",
+    "data URLs": ["data:image/svg+xml,%3Csvg"],
+    "a data URL in a struct": {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo"}},
+    "bytes": PNG,
+    **{f"{kind} bytes": file(RGB, kind) for kind in FILE_KINDS},
+    **{f"{kind} in base64": b64encode(file(RGB, kind)).decode() for kind in ("GIF", "JPEG", "PNG", "WEBP")},
+}
+FACTS = {
+    "ids and sizes": {"image_id": "a.png", "width": 7, "sha256": "9f"},
+    "a sound": {"bytes": b"RIFFsizeWAVE", "path": "a.wav"},
+    "bytes": b"BM, and no bitmap",
+    "an empty struct": {"bytes": None, "path": None},
+    "a path": "/9j/photos",
+    "words on data URLs": "begins with data:image/png",
+    "text": {"path": "src/main.py"},
+    "numbers": [1, 2.0, None],
+}
 NONE = {
     "nothing": {"image": None, "img": b"", "pictures": [], "photo": {"bytes": None, "path": None}, "image_url": ""},
     "an empty cell": {"image": float("nan"), "image_path": "N/A", "photo_url": None},
@@ -55,21 +83,6 @@ NONE = {
     "other names": {"mirage": "a.png", "imagery": "a.png", "source": "photos/a.png"},
     "videos, which are dropped with their reason": {"videos": ["a.mp4"]},
 }
-
-
-@pytest.mark.parametrize("row", HELD.values(), ids=HELD)
-def test_images_that_would_not_be_seen_are_found(row: dict[str, Any]) -> None:
-    problem = f"a column {next(iter(row))}, and images are read from a list in the column images; write it so, leave it"
-    assert unread(TEXT | row).startswith(problem) and unread(TEXT | row | {"images": []}).startswith(problem)
-
-
-def test_a_video_is_not_to_be_written_as_images() -> None:
-    assert unread(TEXT | {"video": "a.mp4"}).startswith("a column video, and only text and still images are shown")
-
-
-@pytest.mark.parametrize("row", NONE.values(), ids=NONE)
-def test_other_columns_are_left_alone(row: dict[str, Any]) -> None:
-    assert unread(TEXT | row) == ""
 
 
 def as_lines(path: Path, rows: list[dict[str, Any]]) -> Path:
@@ -93,6 +106,65 @@ def as_csv(path: Path, rows: list[dict[str, Any]]) -> Path:
 
 
 Write = Callable[[Path, list[dict[str, Any]]], Path]
+
+
+@pytest.mark.parametrize("row", HELD.values(), ids=HELD)
+def test_images_that_would_not_be_seen_are_found(row: dict[str, Any]) -> None:
+    problem = f"a column {next(iter(row))}, and images are read from a list in the column images; write it so, leave it"
+    assert unread(TEXT | row).startswith(problem) and unread(TEXT | row | {"images": []}).startswith(problem)
+
+
+def written(folder: Path, write: Write, value: Any) -> str:
+    """The line of `Problems` on rows of which the second has `value` in a column `it`."""
+    path = write(folder / "train", [TEXT | {"it": None}, TEXT | {"it": value}])
+    return load_problems(path, DataConfig(train=path)).unread
+
+
+def has_bytes(value: Any) -> bool:
+    """JSON has none."""
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return isinstance(value, bytes) or any(map(has_bytes, parts))
+
+
+@pytest.mark.parametrize("value", BY_VALUE.values(), ids=BY_VALUE)
+def test_images_are_found_under_any_name(tmp_path: Path, value: Any) -> None:
+    for write in (as_parquet, as_lines, as_json)[: 1 if has_bytes(value) else 3]:
+        line = written(tmp_path, write, value)
+        assert "the row has a column it, and images are read from a list in the column images; write it so" in line
+    assert not unread(TEXT | {"it": value, "images": ["a.png"]})
+
+
+@pytest.mark.parametrize("value", FACTS.values(), ids=FACTS)
+def test_values_that_are_no_images_pass(tmp_path: Path, value: Any) -> None:
+    for write in (as_parquet, as_lines)[: 1 if has_bytes(value) else 2]:
+        assert written(tmp_path, write, value) == ""
+
+
+def test_an_image_that_only_the_reward_sees_passes() -> None:
+    assert (
+        unread({"problem": "draw", "answer": PNG, "reward_model": {"ground_truth": {"bytes": PNG, "path": None}}}) == ""
+    )
+
+
+@pytest.mark.parametrize("feature", [{"_type": "Image"}, {"_type": "Sequence", "feature": {"_type": "Image"}}])
+def test_a_column_is_an_image_if_its_file_declares_it_so(tmp_path: Path, feature: dict[str, Any]) -> None:
+    paths: Any = "a" if feature["_type"] == "Image" else ["a"]
+    for kind, found in ((feature, True), ({"dtype": "string", "_type": "Value"}, False)):
+        declared = {b"huggingface": json.dumps({"info": {"features": {"it": kind}}}).encode()}
+        table = pa.Table.from_pylist([TEXT | {"it": paths}]).replace_schema_metadata(declared)
+        pq.write_table(table, path := tmp_path / "train.parquet")
+        assert bool(load_problems(path, DataConfig(train=path)).unread) == found
+
+
+def test_a_video_is_not_to_be_written_as_images() -> None:
+    assert unread(TEXT | {"video": "a.mp4"}).startswith("a column video, and only text and still images are shown")
+
+
+@pytest.mark.parametrize("row", NONE.values(), ids=NONE)
+def test_other_columns_are_left_alone(row: dict[str, Any]) -> None:
+    assert unread(TEXT | row) == ""
+
+
 FORMATS: dict[Write, str] = {as_lines: "line 3", as_json: "row 1", as_parquet: "row 1", as_csv: "row 1"}
 """The place of the second row."""
 ROWS = [TEXT | {"image": None}, TEXT | {"image": "a.png"}]

@@ -103,6 +103,8 @@ def test_tail_show_and_export_of_a_dead_run_from_folder_or_config(traffic, capsy
 
     out = tmp_path / "samples.parquet"
     assert inspect.main(["export", str(out), str(it.run)]) == 0
+    draft_of(tmp_path / "full.parquet").symlink_to("/dev/full")
+    assert inspect.main(["export", str(tmp_path / "full.parquet"), str(it.run)]) == 1, "the input was not bad"
     rows = pq.read_table(out).to_pylist()
     assert [(row["item"], row["index"]) for row in rows] == [(item, index) for item in range(5) for index in range(2)]
     first = group(0, tokens=6)[0]

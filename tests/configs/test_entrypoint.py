@@ -1,6 +1,7 @@
 """Flags and log lines; signals with and without an event loop and the exit boundary, each in a child process."""
 
 import argparse
+import errno
 import logging
 import os
 import signal
@@ -12,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from configs.entrypoint import BAD_INPUT, FAILED, PARENT, StopSignals, process_name, split_flags
+from configs.entrypoint import BAD_INPUT, FAILED, PARENT, StopSignals, code_of, process_name, split_flags
 
 IMPORTS = "import asyncio, logging, os, signal, sys, threading, time\nfrom configs.entrypoint import *\n"
 LOOP = """
@@ -185,6 +186,20 @@ def test_a_full_disk_ends_a_process_with_one_line(processes: list[Process]) -> N
     process = start(processes, f"def main(argv):\n    {body}\nrun_and_exit(main, logging.getLogger('learner'))\n")
     said = "learner: runs/a/file: No space left on device; make room on its disk\n"
     assert process.end() == (1, said)
+
+
+def test_a_full_disk_is_no_bad_input() -> None:
+    def ended(reason: Exception) -> int:
+        try:
+            try:
+                raise reason
+            except Exception as error:
+                raise ValueError("the keys cannot be made") from error
+        except ValueError as error:
+            return code_of(error)
+
+    assert [code_of(OSError(number, "", "file")) for number in (errno.ENOSPC, errno.EDQUOT, errno.EACCES)] == [1, 1, 2]
+    assert [code_of(ValueError("learner.lr")), ended(OSError(errno.ENOSPC, "")), ended(KeyError())] == [2, 1, 2]
 
 
 def test_a_reader_that_went_away_is_no_failure() -> None:

@@ -68,6 +68,20 @@ def test_explain_says_what_a_worker_needs(folder: Path) -> None:
     assert not line("rollout.device=cpu")
 
 
+def test_clones_count_for_a_model_whose_loader_keeps_all_weights(folder: Path) -> None:
+    def needed(kind: str, *keys: str) -> tuple[int, str]:
+        (folder / "config.json").write_text(json.dumps({"model_type": kind, "num_local_experts": 8}))
+        run = config(f"model.path={folder}", "weights.bucket_mib=5", *keys)
+        needs = room(run)
+        assert needs
+        return needs.bucket, "".join(line for line in explain(run) if line.startswith("staging:"))
+
+    (mixtral, enough), (granite, too_much) = needed("mixtral"), needed("granitemoe")
+    assert granite - mixtral == LAYERS * 2 * SHAPE[0] * SHAPE[1]
+    assert "are enough for weights.staging: bucket" in enough and "bucket" not in too_much
+    assert "takes about 0.0705 GB" in needed("granitemoe", "weights.staging=bucket")[1]
+
+
 @pytest.mark.parametrize(
     ("keys", "why"),
     [

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from argparse import Namespace
+from collections.abc import Iterable
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -200,6 +201,23 @@ def test_a_model_that_an_earlier_release_taught_is_not_kept(tmp_path: Path, monk
     (out / "warm_start.json").write_text(json.dumps(earlier))
     assert "kept" not in make_model.write(args)
     assert "kept" in make_model.write(args)
+
+
+def test_a_model_that_was_shown_other_answers_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Its script's constants have changed, which no argument names."""
+    monkeypatch.setattr(warm_start, "tune", lambda out, folder, rows, sections: float(next(rows)["answer"]))
+    sections = warm_start.run_file(tmp_path / "random", 0, 3)
+    (tmp_path / "model.safetensors").touch()
+
+    def taught(answers: Iterable[str]) -> str:
+        rows = ({"prompt": "which?", "answer": answer} for answer in answers)
+        return warm_start.teach(tmp_path, {"seed": 0}, lambda folder: 0, sections, rows)
+
+    assert "loss 1.0" in taught(["1", "2"]), "the first answer is shown too"
+    assert "kept" in taught(["1", "2"])
+    assert "kept" not in taught(["1", "3"])
+    sections["learner"]["lr"] = 1.0
+    assert "kept" not in taught(["1", "3"])
 
 
 def test_a_folder_of_another_program_is_neither_used_nor_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

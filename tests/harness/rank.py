@@ -7,6 +7,7 @@ import threading
 import traceback
 from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from itertools import product
@@ -507,6 +508,21 @@ def failing(folder: Path) -> None:
     collectives.all_reduce_max(2.0)
 
 
+def refusing(folder: Path, lives: bool) -> None:
+    """Rank 1 is refused something where rank 0 reduces. `lives`: it ends last, so that no connection breaks."""
+    watchdog.OWN_S = 1.0  # of this process alone, which the case has to itself
+    try:
+        with Watchdog(50.0, folder / "logs"):
+            collectives.all_reduce_max(1.0)
+            if dist.get_rank() == 1:
+                raise ConfigError(["learner.ranks: rank 1 alone finds this; correct it"])
+            collectives.all_reduce_max(2.0)
+    except ConfigError:
+        with suppress(RuntimeError):  # rank 0 has ended
+            dist.recv(torch.zeros(1), src=0) if lives else None
+        raise
+
+
 def sleep_in_here() -> None:
     threading.Event().wait(110)
 
@@ -535,6 +551,7 @@ CASES: dict[str, Callable[..., None]] = {
         cut,
         absent,
         failing,
+        refusing,
         beside,
         valued,
         valued_runs,

@@ -13,7 +13,7 @@ STARTS = {
 import torch
 from configs.schema import Config
 from learner import mesh
-with mesh.process_group(Config.model_construct(learner=mesh.LearnerConfig()), torch.device("cpu")):
+with mesh.process_group(Config.model_construct(learner=mesh.LearnerConfig()), torch.device("cpu"), list):
     show()
 """,
     "certificate": """

@@ -140,6 +140,25 @@ def test_every_rank_refuses_what_rank_0_alone_finds(tmp_path: Path, fork) -> Non
 
 
 @pytest.mark.xdist_group("ranks")
+def test_every_rank_ends_where_one_has_no_keys(tmp_path: Path) -> None:
+    """As on a node that lacks them, and nothing ends the ranks from above: before, the others waited for it."""
+    line = command(tmp_path, "tcp://192.0.2.1:9", ranks=2)
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    ranks = [
+        ForkedLearner([*line[3:], f"--run.folder={tmp_path / folder}"], tmp_path / f"rank{number}.log", meeting)
+        for number, (folder, meeting) in enumerate(zip(("", "other"), ranks_meeting_in(store, 2), strict=True))
+    ]
+    try:
+        ended = [rank.ended() for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [code for code, _ in ended] == [2, 2], ended
+    lines = [errors.splitlines()[-1] for _, errors in ended]
+    assert lines[0] == lines[1] and str(tmp_path / "other" / "run" / "keys") in lines[0], lines
+
+
+@pytest.mark.xdist_group("ranks")
 def test_two_ranks_drain_and_resume(tmp_path: Path, fork) -> None:
     """Two ranks drain while they wait for batch 1; the next start resumes from the checkpoint."""
     for start, batches in enumerate((1, 2)):

@@ -273,6 +273,26 @@ def test_a_store_listens_at_its_own_address_only(who: str) -> None:
     del held
 
 
+@pytest.mark.parametrize("refused", range(3))
+def test_every_rank_ends_with_the_line_of_the_one_that_is_refused(refused: int) -> None:
+    """Before, the others named it after 300 s. Rank 0 hosts the store."""
+    port, lines = str(free_port()), dict[int, str]()
+
+    def come(rank: int) -> None:
+        meeting = {"RANK": str(rank), "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        try:
+            mesh.meet(meeting, ["learner.attention: no kernel"] if rank == refused else [], limit_s=60.0)
+        except ConfigError as error:
+            lines[rank] = str(error)
+
+    threads = [threading.Thread(target=come, args=(rank,)) for rank in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert lines == dict.fromkeys(range(3), "learner.attention: no kernel")
+
+
 def test_a_store_serves_its_ranks_whatever_a_stranger_sends() -> None:
     """Random bytes, broken requests, sizes that cannot be, half a message, and many silent connections."""
     store = mesh.open_store("127.0.0.1", 0)

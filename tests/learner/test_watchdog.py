@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from torch.distributed import TCPStore
 
+from configs.entrypoint import BAD_INPUT
 from learner.watchdog import verdict
 from tests.harness.pace import paced
 from tests.harness.world import FORKS, outcome
@@ -64,6 +65,15 @@ def hold_a_store(pipe: Any) -> None:
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     pipe.send(store.port)
     threading.Event().wait()
+
+
+@pytest.mark.xdist_group("ranks")
+@pytest.mark.parametrize("lives", [True, False])
+def test_the_others_end_as_a_rank_that_is_refused_something_alone(tmp_path: Path, lives: bool) -> None:
+    """Whether they wait in a collective, or it has failed because that rank's connections are closed."""
+    (code, errors), _ = outcome("refusing", 2, tmp_path, lives=lives)
+    assert code == BAD_INPUT, errors
+    assert "learner: rank 1 has failed: learner.ranks: rank 1 alone finds this; correct it\n" in errors
 
 
 def note(begun: int, age: float = 0.0) -> dict:

@@ -75,8 +75,12 @@ class HttpModel(Section):
     @field_validator("api_key_env")
     @classmethod
     def _is_set(cls, name: str | None) -> str | None:
-        if name and name not in os.environ:
-            raise ValueError(f"there is no environment variable {name}; export it where the run is started")
+        if name and not os.environ.get(name):
+            empty = name in os.environ
+            problem = (
+                f"the environment variable {name} is empty" if empty else f"there is no environment variable {name}"
+            )
+            raise ValueError(f"{problem}; export it where the run is started")
         return name
 
     @property

@@ -280,6 +280,15 @@ def test_a_teacher_whose_key_is_not_there_is_refused(tmp_path: Path) -> None:
     assert line == f"{key}; export it where the run is started"
 
 
+def test_a_teacher_whose_key_is_empty_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its servers would refuse every request, which was sent without a key."""
+    monkeypatch.setenv("EMPTY_KEY", "")
+    make_tokenizer().save_pretrained(tmp_path)
+    given = ["teacher.url=http://h:1", f"teacher.tokenizer={tmp_path}", "teacher.api_key_env=EMPTY_KEY"]
+    (line,) = try_here("teacher", config(tmp_path, f"model.path={tmp_path}", *given), [(0, ROW)]).refused
+    assert line.startswith("teacher.api_key_env: the environment variable EMPTY_KEY is empty; export it where")
+
+
 def test_rows_without_a_teacher_are_counted(tmp_path: Path) -> None:
     make_tokenizer().save_pretrained(tmp_path)
     given = [f"model.path={tmp_path}", f"teacher.by_source=[{{data_source: a, model: {tmp_path}, servers: 1}}]"]

@@ -18,8 +18,8 @@ import pytest
 from actors.process import FINAL, Event, Process, Restarts
 from actors.supervise.guard import Guarded, receive, send
 from actors.supervise.keeper import LOG_BYTES, SHOWN_LINES, Keeper
+from buffer.wire.awake import AwakeClock
 from configs.entrypoint import PARENT
-from tests.harness.pace import paced
 
 QUICK = Restarts(first_s=0.05, most_s=0.2, failures=3)
 FAMILY = """
@@ -224,38 +224,28 @@ def test_drain_forces_what_does_not_end(keep: Callable[..., Keeper]) -> None:
     assert until(keeper, lambda event: event.kind in FINAL)[-1].code == 137
 
 
-STOPPED = """
-import sys, time
-from pathlib import Path
-from actors.process import Process
-from actors.supervise.keeper import Keeper
-keeper = Keeper(Process("it", "rollout", (sys.executable, "-c", sys.argv[1]), Path(sys.argv[2])))
-while not any(event.text == "ready" for event in keeper.events(0, 1.0)):
-    pass
-print(keeper.events(0, 1.0)[0].text, flush=True)
-keeper.drain(float(sys.argv[3]))
-print(keeper.events(0, 1.0)[-1].code, flush=True)
-"""
-"""A keeper that drains a process, so that a test can stop both."""
+class StoppedOnce:
+    """A clock of a process that is stopped for longer than a drain may take. Makes the file `go` after that."""
+
+    def __init__(self, stopped_s: float, go: Path) -> None:
+        self._looks, self._stopped_s, self._go = 0, stopped_s, go
+
+    def __call__(self) -> float:
+        self._looks += 1
+        if self._looks == 5:
+            self._go.touch()
+        return self._stopped_s if self._looks >= 4 else 0.0  # the drain has begun with the third look
 
 
-def test_a_drain_does_not_count_the_time_for_which_everything_is_stopped(tmp_path: Path) -> None:
-    limit_s = paced(4.0)
-    code = "import signal, time\nsignal.pthread_sigmask(signal.SIG_BLOCK, {15})\nprint('ready', flush=True)\n"
-    code += "signal.sigwait({15})\nopen('asked', 'w').close()\nfor _ in range(150):\n    time.sleep(0.02)"
-    words = [sys.executable, "-c", STOPPED, code, str(tmp_path / "it.log"), str(limit_s)]
-    where = {"cwd": tmp_path, "env": os.environ | {"PYTHONPATH": str(Path(__file__).parents[3])}}
-    with subprocess.Popen(words, stdout=subprocess.PIPE, text=True, **where) as owner:  # type: ignore[call-overload]
-        assert owner.stdout
-        command = int(owner.stdout.readline().split()[1])
-        while not (tmp_path / "asked").exists():
-            time.sleep(0.02)
-        for pid in (owner.pid, command):
-            os.kill(pid, signal.SIGSTOP)
-        time.sleep(limit_s + 0.5)
-        for pid in (owner.pid, command):
-            os.kill(pid, signal.SIGCONT)
-        assert owner.stdout.read() == "0\n"
+def test_a_drain_does_not_count_the_time_for_which_everything_is_stopped(
+    keep: Callable[..., Keeper], tmp_path: Path
+) -> None:
+    code = "import os, signal, time\nsignal.pthread_sigmask(signal.SIG_BLOCK, {15})\nprint('ready', flush=True)\n"
+    code += "signal.sigwait({15})\nwhile not os.path.exists('go'):\n    time.sleep(0.02)"
+    keeper = keep(code)
+    until(keeper, lambda event: event.text == "ready")
+    keeper.drain(4.0, AwakeClock(StoppedOnce(5.0, tmp_path / "go")))
+    assert until(keeper, lambda event: event.kind in FINAL)[-1].code == 0
 
 
 def test_a_killed_guard_is_reported_once_its_command_has_ended() -> None:

@@ -58,7 +58,11 @@ def test_parts_are_joined_and_keys_that_are_null_left_out(template: str):
 
 
 @pytest.mark.parametrize(
-    ("key", "value"), [("images", ["a.png"]), ("image_url", "https://a.org/7"), ("img", {"base64": "iVBORw0KGgo"})]
+    ("key", "value"),
+    [
+        *[("images", ["a.png"]), ("image_url", "https://a.org/7"), ("img", {"base64": "iVBORw0KGgo"})],
+        ("figure", {"bytes": None, "path": "a.png"}),
+    ],
 )
 def test_images_in_a_message_are_refused_for_a_model_that_sees(key: str, value: Any):
     row = {"prompt": [{"role": "user", "content": "which?", key: value}]}
