@@ -15,14 +15,16 @@ from buffer.data.image_rows import IMAGES, MARK
 from buffer.data.images import ImageError, ImageFormat, Picture, counted, decode
 from configs.load import ConfigError
 from configs.schema import Config
-from rollout.episodes.row_messages import left_out, messages_of
+from rollout.episodes.row_messages import left_out, messages_of, with_arguments
 from rollout.errors import PromptError
 from rollout.templates.renderer import CHANGED, ChatTexts, Renderer, RenderError
 from rollout.templates.thinking import thinking_arguments
-from rollout.templates.turn_ends import CHAT_TEMPLATE, named_ends, turn_end
+from rollout.templates.turn_ends import CHAT_TEMPLATE, UNUSABLE, named_ends, turn_end
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+ARGUMENTS = '{"Zq7": 1}'
 
 
 class Prompts:
@@ -79,6 +81,16 @@ class Prompts:
     @property
     def stops(self) -> list[int]:
         return list(dict.fromkeys([*self._stops, *self.ends]))
+
+    @cached_property
+    def _writes_texts(self) -> bool:
+        """Whether the chat template writes arguments that are a text as they are. Most write JSON of a text."""
+        call = {"id": "Zq7Zq7Zq7", "type": "function", "function": {"name": "f", "arguments": ARGUMENTS}}
+        chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        try:
+            return ARGUMENTS in self._texts.render(chat, False, kwargs=self.template_kwargs)
+        except UNUSABLE:
+            return False
 
     def _thinking(self, wanted: bool | Literal["auto"]) -> dict[str, Any]:
         if wanted == "auto":
@@ -213,6 +225,8 @@ class Prompts:
         if "unmade" in row and not row.keys() & {"prompt", "problem"}:  # a file may have such a column too
             raise PromptError(str(row["unmade"]))
         chat = messages_of(row, self.template_text, self.form is not None)
+        if any("tool_calls" in message for message in chat):
+            chat = [with_arguments(message, self._writes_texts) for message in chat]
         if self._format and chat and chat[-1]["role"] == "user":
             chat[-1]["content"] = self._formatted(chat[-1]["content"])
         if self.system is not None and not any(message["role"] == "system" for message in chat):
