@@ -24,6 +24,8 @@ FLAG = "train"
 NO_TOKEN = -1
 FOREIGN = {"weight": "write it as train: true or train: false", "training": "write it as train"}
 """Other tools' keys for `train`, and the remedy."""
+SAID = ("tool_calls", "reasoning_content", "reasoning", "thinking")
+"""Keys of a message, beside its content, for what the model says. Templates read one of the last three."""
 UNREAD = {
     "videos": "only text and still images are trained",
     "tools": "write them into the system message, as the chat template would",
@@ -88,7 +90,8 @@ class AnswerReader:
         self.placeholder = form.image_token if form else NO_TOKEN
         self.prompts = Prompts(tokenizer, config, form)
         special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self.ends = {*self.prompts.ends, *special}
+        self.stops = {*self.prompts.stops}
+        self.ends = self.stops | special
         self.marked: list[int] = []
         """Rows without images in which a model that sees reads MARK as text."""
 
@@ -165,8 +168,11 @@ class AnswerReader:
     def _plain(self, chat: Chat, trained: Sequence[int]) -> Draft:
         if [*trained] != [len(chat) - 1] or any(one["role"] == "assistant" for one in chat[:-1]):
             raise PromptError("data.chat_template: none knows no turns, so a row has one answer, its last message")
+        if unwritten := next((name for name in SAID if chat[-1].get(name)), None):
+            raise PromptError(f"data.chat_template: none writes no {unwritten}; write it into the answer")
         answer = self._encoded(chat[-1]["content"])
-        pieces = [(self.prompts.plain_tokens(chat[:-1]), False), ([*answer, self.end], True)]
+        sampled = answer[: self._stop(answer, len(chat) - 1)] or [*answer, self.end]
+        pieces = [(self.prompts.plain_tokens(chat[:-1]), False), (sampled, True)]
         return Draft("", pieces, len(chat))
 
     def _rendered(self, chat: Chat, trained: Sequence[int]) -> list[Draft]:
@@ -181,6 +187,7 @@ class AnswerReader:
                 raise PromptError(f"{problem}, so no server would answer there; name another in data.chat_template")
             if not drafts or drafts[-1].closed or not before.startswith(drafts[-1].text):
                 drafts.append(Draft())
+            self._require_said(chat[: number + 1], after)
             self._add(drafts[-1], before, after, chat[number], number)
             if problem := left_out(flattened(chat[: number + 1]), after):
                 raise PromptError(problem)
@@ -194,7 +201,8 @@ class AnswerReader:
             problem = f"the chat template leaves out or rewords a part of message {number}, which is trained"
             raise PromptError(f"{problem}; write it as the template does, or name another in data.chat_template")
         given, tokens = self._encoded(before[len(draft.text) :]), self._encoded(answer)
-        end = len(tokens)
+        stop = self._stop(tokens, number)
+        end = stop or len(tokens)
         while end and tokens[end - 1] not in self.ends and not str(self.tokenizer.decode(tokens[end - 1])).strip():
             end -= 1
         draft.pieces.append((given, False))
@@ -206,6 +214,31 @@ class AnswerReader:
             ending = answer if answer.endswith(message["content"]) else answer.rstrip()
             draft.pieces.append(([*self._encoded(ending), self.end], True))
             draft.text, draft.closed = before + ending, True
+
+    def _stop(self, tokens: Sequence[int], number: int) -> int:
+        """How many of an answer's tokens a server samples before it stops; 0 if it stops at none of them."""
+        end = next((place for place, token in enumerate(tokens, 1) if token in self.stops), 0)
+        behind = [token for token in tokens[end:] if token not in self.ends] if end else []
+        if str(self.tokenizer.decode(behind)).strip():
+            name = self.tokenizer.convert_ids_to_tokens(tokens[end - 1])
+            problem = f"message {number}, which is trained, goes on behind {name}, at which a server stops"
+            raise PromptError(f"{problem}; leave it out, or make what is behind it messages of their own")
+        return end
+
+    def _require_said(self, chat: Chat, after: str) -> None:
+        """Raise PromptError if the template ignores a key of the last message that is for what the model says."""
+        last, number = chat[-1], len(chat) - 1
+        for names in (SAID[:1], SAID[1:]):
+            given = [name for name in names if last.get(name)]
+            if given and self._is_written_as([*chat[:-1], {k: v for k, v in last.items() if k not in given}], after):
+                problem = f"the chat template leaves out {given[0]} of message {number}, which is trained"
+                raise PromptError(f"{problem}; write it into its content, or name another in data.chat_template")
+
+    def _is_written_as(self, chat: Chat, text: str) -> bool:
+        try:
+            return self.prompts.chat_text(chat, header=False) == text
+        except PromptError:
+            return False
 
     def _encoded(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(self.prompts.marked(text), add_special_tokens=False))
