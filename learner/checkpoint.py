@@ -271,11 +271,12 @@ def _criticless(folder: Path) -> str | None:
 
 def _misplaced(folder: Path, wanted: DataPosition | None) -> str | None:
     found = position_of(folder)
-    if found == wanted:
+    if (found.model_copy(update={"began": wanted.began}) if found and wanted else found) == wanted:
         return None
     was, now = (each.kind if each else "reinforcement learning" for each in (found, wanted))
     if was != now or wanted is None:
         return f"run.name: {folder} is a checkpoint of {was}, and this run is {now}; choose another run.name"
     what = f"the demonstrations, in tokens and pixels, are not those with which {folder} was trained"
     key = "data.demonstrations" if wanted.beside else "data.train"
-    return f"{key}: {what}; give back data, images, tokenizer and chat template as they were, or begin another run"
+    remedy = "give back data, images, tokenizer, chat template and limit of tokens as they were, or begin another run"
+    return f"{key}: {what}; {remedy}"

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
@@ -44,6 +45,8 @@ class DataPosition(BaseModel):
     data: str
     rows: int
     beside: bool = False
+    began: int | None = None
+    """Local time at the start of the run, in seconds as if it were UTC. Chat templates may write the date."""
 
     @property
     def kind(self) -> str:
@@ -85,6 +88,15 @@ def position_of(checkpoint: Path) -> DataPosition | None:
     """How far demonstrations were read, if any."""
     found = manifest_of(checkpoint).get("position")
     return DataPosition.model_validate(found) if found else None
+
+
+def began_at(folder: Path) -> int | None:
+    """`DataPosition.began` of a run's checkpoints, which is the same in all."""
+    for file in sorted(folder.glob(f"v*/{MANIFEST}")):
+        with suppress(OSError, ValueError):
+            if (position := position_of(file.parent)) and position.began is not None:
+                return position.began
+    return None
 
 
 def seal(

@@ -61,18 +61,18 @@ class Draft:
         return TrainedText(tokens, trained)
 
 
-def reader_of(config: Config, section: str = "sft") -> "AnswerReader":
+def reader_of(config: Config, section: str = "sft", began: int | None = None) -> "AnswerReader":
     """A reader with the model's tokenizer. Raises ConfigError."""
     try:
         tokenizer = load_tokenizer(config)
     except ValueError as error:
         raise ConfigError([str(error)]) from None
-    return AnswerReader(tokenizer, config, section, ImageFormat.of_run(config))
+    return AnswerReader(tokenizer, config, section, ImageFormat.of_run(config), began)
 
 
 class AnswerReader:
-    """Renders rows by the run's templates. `form`: None for a text model. Raises ConfigError for a template or
-    tokenizer that cannot be used."""
+    """Renders rows by the run's templates. `form`: None for a text model. `began`: the time that templates write, as in
+    `DataPosition`. Raises ConfigError for a template or tokenizer that cannot be used."""
 
     def __init__(
         self,
@@ -80,7 +80,9 @@ class AnswerReader:
         config: Config,
         section: str = "sft",
         form: ImageFormat | None = None,
+        began: int | None = None,
     ) -> None:
+        self.began = began
         self.tokenizer, self.turns, self.formats = tokenizer, config.sft.turns, config.data.format_prompt is not None
         self.section = section
         if tokenizer.eos_token_id is None:
@@ -88,7 +90,7 @@ class AnswerReader:
             raise ConfigError([f"model.path: {problem}; set eos_token in its tokenizer_config.json"])
         self.end = int(tokenizer.eos_token_id)
         self.placeholder = form.image_token if form else NO_TOKEN
-        self.prompts = Prompts(tokenizer, config, form)
+        self.prompts = Prompts(tokenizer, config, form, began)
         special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
         self.stops = {*self.prompts.stops}
         self.ends = self.stops | special

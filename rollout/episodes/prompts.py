@@ -28,9 +28,16 @@ ARGUMENTS = '{"Zq7": 1}'
 
 
 class Prompts:
-    """The run's templates around each problem. `form`: None for a text model. Raises ConfigError."""
+    """The run's templates around each problem. `form`: None for a text model. `now`: as in `Renderer`. Raises
+    ConfigError."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", config: Config, form: ImageFormat | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        config: Config,
+        form: ImageFormat | None = None,
+        now: int | None = None,
+    ) -> None:
         self.form = form
         self.tokenizer, self.system, self.longest = tokenizer, config.data.system_prompt, config.data.max_prompt_tokens
         problems: list[str] = []
@@ -42,7 +49,7 @@ class Prompts:
             problems.append(f"model.path: the tokenizer in {config.model.path} has no chat template; {remedy}")
         self.template_text = self.chat_template or str(tokenizer.chat_template or "")
         self.template_place = f"data.chat_template {given}" if self.chat_template else f"model.path {config.model.path}"
-        self._renderer = Renderer()
+        self._renderer = Renderer(now=now)
         self._texts = ChatTexts(tokenizer, self._renderer, self.chat_template)
         self._format, self._format_name = "", f"data.format_prompt {config.data.format_prompt}"
         if config.data.format_prompt:
