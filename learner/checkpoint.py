@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 
-from configs.checkpoint_files import complete, folder_of, newest
+from configs.checkpoint_files import FORKED, complete, folder_of, manifest_of, newest
 from configs.critic import STATE_BYTES
 from configs.help import show
 from configs.load import ConfigError
@@ -270,6 +270,8 @@ def _criticless(folder: Path) -> str | None:
 
 
 def _misplaced(folder: Path, wanted: DataPosition | None) -> str | None:
+    if manifest_of(folder).get(FORKED):
+        return None
     found = position_of(folder)
     if (found.model_copy(update={"began": wanted.began}) if found and wanted else found) == wanted:
         return None

@@ -14,6 +14,7 @@ from configs.checkpoint_files import (
     DAMAGED,
     MANIFEST,
     OWN_SUM,
+    POSITION,
     REPLACED,
     SUMS,
     crc32c_of,
@@ -86,7 +87,7 @@ def adapter_of(checkpoint: Path) -> AdapterOf | None:
 
 def position_of(checkpoint: Path) -> DataPosition | None:
     """How far demonstrations were read, if any."""
-    found = manifest_of(checkpoint).get("position")
+    found = manifest_of(checkpoint).get(POSITION)
     return DataPosition.model_validate(found) if found else None
 
 
@@ -112,7 +113,7 @@ def seal(
     manifest = {
         "reward": reward,
         **({"adapter": adapter.model_dump(mode="json")} if adapter else {}),
-        **({"position": position.model_dump(mode="json")} if position else {}),
+        **({POSITION: position.model_dump(mode="json")} if position else {}),
         "files": {name: path.stat().st_size for name, path in names.items()},
         SUMS: {name: sums[name] if name in sums else crc32c_of(path) for name, path in names.items()},
     }
