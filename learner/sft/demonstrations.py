@@ -124,10 +124,11 @@ def read_demonstrations(config: Config, key: str, source: Source, reader: Answer
     shuffle = config.data.shuffle and not key.startswith("data.eval")
     texts, seed = _exchanged(own, number, images is not None), config.run.seed
     made = Demonstrations(texts, ranges, seed, shuffle, images, reader.began)
-    if not len(made):
-        raise ConfigError(
-            [f"{key}: {source_name(source)}: every row is too long; name shorter ones, or allow more tokens"]
-        )
+    both = zip(parts_of(source), ranges, strict=True)
+    empty = [part.path for part, each in both if each.weight and not any(texts[each.start : each.stop])]
+    if empty or not len(made):
+        why = "every row is too long; name shorter ones, or allow more tokens"
+        raise ConfigError([f"{key}: {name}: {why}" for name in (empty if len(made) else [source_name(source)])])
     log.info("%s: %d rows%s", key, len(made), f", {made.dropped} dropped: too long" if made.dropped else "")
     return made
 
