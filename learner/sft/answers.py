@@ -172,9 +172,13 @@ class AnswerReader:
             raise PromptError("data.chat_template: none knows no turns, so a row has one answer, its last message")
         if unwritten := next((name for name in SAID if chat[-1].get(name)), None):
             raise PromptError(f"data.chat_template: none writes no {unwritten}; write it into the answer")
-        answer = self._encoded(chat[-1]["content"])
+        *asked, last = flattened(chat)
+        prompt, answer = self.prompts.plain_tokens(chat[:-1]), self._encoded(last["content"])
+        joined = "".join(one["content"] for one in (*asked[-1:], last))
+        together = self.prompts.plain_tokens([*asked[:-1], {"content": joined}])
+        self._require_same(self.prompts.without_end([*prompt, *answer]), together)
         sampled = answer[: self._stop(answer, len(chat) - 1)] or [*answer, self.end]
-        pieces = [(self.prompts.plain_tokens(chat[:-1]), False), (sampled, True)]
+        pieces = [(prompt, False), (sampled, True)]
         return Draft("", pieces, len(chat))
 
     def _rendered(self, chat: Chat, trained: Sequence[int]) -> list[Draft]:
@@ -248,8 +252,10 @@ class AnswerReader:
     def _require_joined(self, draft: Draft) -> None:
         """Raise PromptError for a tokenizer that writes pieces of a text in another way."""
         tokens = [token for ids, _ in draft.pieces for token in ids]
-        tokens = tokens[:-1] if draft.closed else tokens
-        pieces, together = map(self.tokenizer.convert_ids_to_tokens, (tokens, self._encoded(draft.text)))
+        self._require_same(tokens[:-1] if draft.closed else tokens, self._encoded(draft.text))
+
+    def _require_same(self, apart: Sequence[int], whole: Sequence[int]) -> None:
+        pieces, together = map(self.tokenizer.convert_ids_to_tokens, ([*apart], [*whole]))
         if "".join(pieces) != "".join(together):
             problem = "the tokenizer changes a text, as by a space before it, where an answer is encoded apart"
             raise PromptError(f"{problem} from its prompt; take a model with a byte-level tokenizer")

@@ -172,9 +172,9 @@ class Prompts:
             raise PromptError(f"the row cannot be made into a chat: {type(error).__name__}: {error}") from error
 
     def plain_tokens(self, messages: list[dict[str, Any]]) -> list[int]:
-        return self._open(self.tokenizer.encode(self._joined(messages)))
+        return self.without_end(self.tokenizer.encode(self._joined(messages)))
 
-    def _open(self, tokens: list[int]) -> list[int]:
+    def without_end(self, tokens: list[int]) -> list[int]:
         """Drop the end that some tokenizers add: an answer follows."""
         return tokens[:-1] if tokens and tokens[-1] in self.ends else tokens
 

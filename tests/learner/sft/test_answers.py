@@ -240,13 +240,15 @@ def test_a_template_that_leaves_out_a_message_is_refused(read: Any) -> None:
         read({"messages": [{"role": "system", "content": "Be brief."}, *TURNS]}, deaf)
 
 
-def test_a_tokenizer_that_puts_a_space_before_each_text_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("template", [None, "none"])
+def test_a_tokenizer_that_puts_a_space_before_each_text_is_refused(tmp_path: Path, template: str | None) -> None:
     from tokenizers import pre_tokenizers
 
     tokenizer = chatml_tokenizer()
     spaced = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
     tokenizer.backend_tokenizer.pre_tokenizer = spaced
-    reader = AnswerReader(tokenizer, sft_config(tmp_path))
+    data = {"train": "t.jsonl", "chat_template": template}
+    reader = AnswerReader(tokenizer, sft_config(tmp_path, data=data))
     joined = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     with pytest.raises(PromptError, match="the tokenizer changes a text"):
         reader.texts(joined)
