@@ -93,9 +93,9 @@ class Prompts:
     def _writes_texts(self) -> bool:
         """Whether the chat template writes arguments that are a text as they are. Most write JSON of a text."""
         call = {"id": "Zq7Zq7Zq7", "type": "function", "function": {"name": "f", "arguments": ARGUMENTS}}
-        chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "", "tool_calls": [call]}]
+        asked, calling = {"role": "user", "content": "1"}, {"role": "assistant", "content": "", "tool_calls": [call]}
         try:
-            return ARGUMENTS in self._texts.render(chat, False, kwargs=self.template_kwargs)
+            return ARGUMENTS in self._texts.render([asked, calling], False, kwargs=self.template_kwargs)
         except UNUSABLE:
             return False
 
