@@ -7,7 +7,11 @@ from configs.model_facts import facts_of, model_facts
 from configs.schema import NO_REWARD, Config, TeacherConfig, TeacherModel
 from configs.variables import is_http
 
-SET_BY_US = {"model", "runner", "host", "port", "middleware", "enable_lora", "max_logprobs"}
+SET_BY_US = {
+    *("model", "runner", "host", "port", "middleware", "enable_lora", "max_logprobs"),
+    *("logprobs_mode", "served_model_name", "skip_tokenizer_init"),
+}
+"""With some `logprobs_mode` vLLM returns logits in place of log-probabilities."""
 WHOLE_SAMPLE_LOSSES = ("gspo", "topr")
 """These take the advantage of each token of a sample as one."""
 SET_REWARD = "set reward.function"

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.checkpoint.state_dict_loader import load
 from torch.distributed.checkpoint.state_dict_saver import AsyncSaveResponse, async_save
 
-from configs.checkpoint_files import complete, folder_of, newest
+from configs.checkpoint_files import FORKED, complete, folder_of, manifest_of, newest
 from configs.critic import STATE_BYTES
 from configs.help import show
 from configs.load import ConfigError
@@ -270,12 +270,15 @@ def _criticless(folder: Path) -> str | None:
 
 
 def _misplaced(folder: Path, wanted: DataPosition | None) -> str | None:
+    if manifest_of(folder).get(FORKED):
+        return None
     found = position_of(folder)
-    if found == wanted:
+    if (found.model_copy(update={"began": wanted.began}) if found and wanted else found) == wanted:
         return None
     was, now = (each.kind if each else "reinforcement learning" for each in (found, wanted))
     if was != now or wanted is None:
         return f"run.name: {folder} is a checkpoint of {was}, and this run is {now}; choose another run.name"
     what = f"the demonstrations, in tokens and pixels, are not those with which {folder} was trained"
     key = "data.demonstrations" if wanted.beside else "data.train"
-    return f"{key}: {what}; give back data, images, tokenizer and chat template as they were, or begin another run"
+    remedy = "give back data, images, tokenizer, chat template and limit of tokens as they were, or begin another run"
+    return f"{key}: {what}; {remedy}"

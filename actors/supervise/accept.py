@@ -13,10 +13,22 @@ from typing import NamedTuple
 from buffer.store.lock import InUse, lock_of, locked
 from buffer.store.past import BEGINS, Past, begin_with, losses, past
 from configs import resume
-from configs.checkpoint_files import complete, damage, fault, folder_of, newest
+from configs.checkpoint_files import (
+    FORKED,
+    MANIFEST,
+    OWN_SUM,
+    POSITION,
+    complete,
+    damage,
+    fault,
+    folder_of,
+    manifest_of,
+    newest,
+    sum_of,
+)
 from configs.load import ConfigError
 from configs.schema import Config, ServerRange
-from configs.writing import removed_on_failure, writing
+from configs.writing import removed_on_failure, write_text, writing
 
 SHAPES = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim")
 """A checkpoint fits only a model with the same values."""
@@ -147,8 +159,17 @@ def copy(source: Source, run: Path) -> None:
     shutil.rmtree(partial, ignore_errors=True)
     with writing(final), removed_on_failure(partial), removed_on_failure(run / BEGINS):
         shutil.copytree(source.checkpoint, partial, copy_function=_link)
+        _note_fork(partial)
         begin_with(run, source.version)
         partial.rename(final)
+
+
+def _note_fork(checkpoint: Path) -> None:
+    """Its rows of demonstrations were of the other run."""
+    manifest = manifest_of(checkpoint)
+    if "files" in manifest:  # an earlier release wrote the files alone
+        manifest = {name: value for name, value in manifest.items() if name != POSITION} | {FORKED: True}
+        write_text(checkpoint / MANIFEST, json.dumps(manifest | {OWN_SUM: sum_of(manifest)}, indent=1))
 
 
 def _link(old: str, new: str) -> None:

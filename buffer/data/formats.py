@@ -38,6 +38,7 @@ MEND = "correct it, or leave the row out"
 TOO_DEEP = f"it is nested more than {MOST_NESTED} levels deep"
 TOKENS = re.compile(r'"(?:[^"\\]|\\.)*"|[][{},]')
 """JSON strings, brackets and commas."""
+CHATS = ("prompt", "messages")
 TEXTS = ("prompt", "problem", "answer", "data_source")
 """These columns are text: `007` stays `007`."""
 EXACT = 2.0**53
@@ -118,7 +119,24 @@ def _table(table: pa.Table, rules: ColumnRules, where: str, images: Iterator[Any
     _require_servable(table, where)
     found = _found(table, needed[0], images, declared.difference(SEPARATE))
     types = {field.name: str(field.type).removeprefix("large_") for field in table.schema}
-    return FileRows(table.num_rows, lambda index: plain(table.slice(index, 1).to_pylist()[0]), found, types)
+    return FileRows(table.num_rows, lambda index: _own_keys(plain(table.slice(index, 1).to_pylist()[0])), found, types)
+
+
+def _own_keys(row: dict[str, Any]) -> dict[str, Any]:
+    """Drop null keys of calls, whose arguments have the keys of all calls of the file."""
+    chats = {name: row[name] for name in CHATS if isinstance(row.get(name), list)}
+    return row | {name: [_with_calls(message) for message in chat] for name, chat in chats.items()}
+
+
+def _with_calls(message: Any) -> Any:
+    calls = message.get("tool_calls") if isinstance(message, dict) else None
+    return message | {"tool_calls": _filled(calls)} if calls else message
+
+
+def _filled(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {name: _filled(part) for name, part in value.items() if part is not None}
+    return [_filled(part) for part in value] if isinstance(value, list) else value
 
 
 def _require_servable(table: pa.Table, where: str) -> None:

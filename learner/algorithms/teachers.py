@@ -11,8 +11,8 @@ from torch import Tensor
 
 SHARE, KL = "teacher/share", "teacher/reverse_kl"
 """Share of sampled tokens with a teacher; their reverse KL in nats."""
-DIVERGENCE, DIVERGENCE_SUM = "teacher/divergence", "teacher_divergence"
-"""With `teacher.top_k`: mean divergence in nats; its sum."""
+DIVERGENCE, DIVERGENCE_SUM, DIVERGENCE_TOKENS = "teacher/divergence", "teacher_divergence", "teacher_divergence_tokens"
+"""With `teacher.top_k`: mean divergence in nats; its sum, and the tokens that are trained by it."""
 
 
 def with_teacher(advantages: Tensor, teacher: Tensor, behaviour: Tensor, weights: Tensor) -> Tensor:
@@ -39,7 +39,8 @@ def kl_metrics(sums: Mapping[str, float], names: Collection[str], sampled: float
     metrics = {SHARE: sum(tokens.values()) / max(sampled, 1.0)}
     if total := sum(tokens.values()):
         metrics[KL] = sum(kl.values()) / total
-        metrics |= {DIVERGENCE: sums[DIVERGENCE_SUM] / total} if DIVERGENCE_SUM in sums else {}
+    if trained := sums.get(DIVERGENCE_TOKENS):
+        metrics[DIVERGENCE] = sums[DIVERGENCE_SUM] / trained
     named = {name: number for name, number in tokens.items() if number and len(names) > 1}
     return metrics | {f"teacher/{name or 'other'}/reverse_kl": kl[name] / number for name, number in named.items()}
 

@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from pydantic import BaseModel, ValidationError
@@ -13,6 +14,7 @@ from configs.checkpoint_files import (
     DAMAGED,
     MANIFEST,
     OWN_SUM,
+    POSITION,
     REPLACED,
     SUMS,
     crc32c_of,
@@ -44,6 +46,8 @@ class DataPosition(BaseModel):
     data: str
     rows: int
     beside: bool = False
+    began: int | None = None
+    """Local time at the start of the run, in seconds as if it were UTC. Chat templates may write the date."""
 
     @property
     def kind(self) -> str:
@@ -83,8 +87,17 @@ def adapter_of(checkpoint: Path) -> AdapterOf | None:
 
 def position_of(checkpoint: Path) -> DataPosition | None:
     """How far demonstrations were read, if any."""
-    found = manifest_of(checkpoint).get("position")
+    found = manifest_of(checkpoint).get(POSITION)
     return DataPosition.model_validate(found) if found else None
+
+
+def began_at(folder: Path) -> int | None:
+    """`DataPosition.began` of a run's checkpoints, which is the same in all."""
+    for file in sorted(folder.glob(f"v*/{MANIFEST}")):
+        with suppress(OSError, ValueError):
+            if (position := position_of(file.parent)) and position.began is not None:
+                return position.began
+    return None
 
 
 def seal(
@@ -100,7 +113,7 @@ def seal(
     manifest = {
         "reward": reward,
         **({"adapter": adapter.model_dump(mode="json")} if adapter else {}),
-        **({"position": position.model_dump(mode="json")} if position else {}),
+        **({POSITION: position.model_dump(mode="json")} if position else {}),
         "files": {name: path.stat().st_size for name, path in names.items()},
         SUMS: {name: sums[name] if name in sums else crc32c_of(path) for name, path in names.items()},
     }

@@ -24,6 +24,8 @@ FLAG = "train"
 NO_TOKEN = -1
 FOREIGN = {"weight": "write it as train: true or train: false", "training": "write it as train"}
 """Other tools' keys for `train`, and the remedy."""
+SAID = ("tool_calls", "reasoning_content", "reasoning", "thinking")
+"""Keys of a message, beside its content, for what the model says. Templates read one of the last three."""
 UNREAD = {
     "videos": "only text and still images are trained",
     "tools": "write them into the system message, as the chat template would",
@@ -59,18 +61,18 @@ class Draft:
         return TrainedText(tokens, trained)
 
 
-def reader_of(config: Config, section: str = "sft") -> "AnswerReader":
+def reader_of(config: Config, section: str = "sft", began: int | None = None) -> "AnswerReader":
     """A reader with the model's tokenizer. Raises ConfigError."""
     try:
         tokenizer = load_tokenizer(config)
     except ValueError as error:
         raise ConfigError([str(error)]) from None
-    return AnswerReader(tokenizer, config, section, ImageFormat.of_run(config))
+    return AnswerReader(tokenizer, config, section, ImageFormat.of_run(config), began)
 
 
 class AnswerReader:
-    """Renders rows by the run's templates. `form`: None for a text model. Raises ConfigError for a template or
-    tokenizer that cannot be used."""
+    """Renders rows by the run's templates. `form`: None for a text model. `began`: the time that templates write, as in
+    `DataPosition`. Raises ConfigError for a template or tokenizer that cannot be used."""
 
     def __init__(
         self,
@@ -78,7 +80,9 @@ class AnswerReader:
         config: Config,
         section: str = "sft",
         form: ImageFormat | None = None,
+        began: int | None = None,
     ) -> None:
+        self.began = began
         self.tokenizer, self.turns, self.formats = tokenizer, config.sft.turns, config.data.format_prompt is not None
         self.section = section
         if tokenizer.eos_token_id is None:
@@ -86,9 +90,10 @@ class AnswerReader:
             raise ConfigError([f"model.path: {problem}; set eos_token in its tokenizer_config.json"])
         self.end = int(tokenizer.eos_token_id)
         self.placeholder = form.image_token if form else NO_TOKEN
-        self.prompts = Prompts(tokenizer, config, form)
+        self.prompts = Prompts(tokenizer, config, form, began)
         special = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-        self.ends = {*self.prompts.ends, *special}
+        self.stops = {*self.prompts.stops}
+        self.ends = self.stops | special
         self.marked: list[int] = []
         """Rows without images in which a model that sees reads MARK as text."""
 
@@ -165,8 +170,15 @@ class AnswerReader:
     def _plain(self, chat: Chat, trained: Sequence[int]) -> Draft:
         if [*trained] != [len(chat) - 1] or any(one["role"] == "assistant" for one in chat[:-1]):
             raise PromptError("data.chat_template: none knows no turns, so a row has one answer, its last message")
-        answer = self._encoded(chat[-1]["content"])
-        pieces = [(self.prompts.plain_tokens(chat[:-1]), False), ([*answer, self.end], True)]
+        if unwritten := next((name for name in SAID if chat[-1].get(name)), None):
+            raise PromptError(f"data.chat_template: none writes no {unwritten}; write it into the answer")
+        *asked, last = flattened(chat)
+        prompt, answer = self.prompts.plain_tokens(chat[:-1]), self._encoded(last["content"])
+        joined = "".join(one["content"] for one in (*asked[-1:], last))
+        together = self.prompts.plain_tokens([*asked[:-1], {"content": joined}])
+        self._require_same(self.prompts.without_end([*prompt, *answer]), together)
+        sampled = answer[: self._stop(answer, len(chat) - 1)] or [*answer, self.end]
+        pieces = [(prompt, False), (sampled, True)]
         return Draft("", pieces, len(chat))
 
     def _rendered(self, chat: Chat, trained: Sequence[int]) -> list[Draft]:
@@ -181,6 +193,7 @@ class AnswerReader:
                 raise PromptError(f"{problem}, so no server would answer there; name another in data.chat_template")
             if not drafts or drafts[-1].closed or not before.startswith(drafts[-1].text):
                 drafts.append(Draft())
+            self._require_said(chat[: number + 1], after)
             self._add(drafts[-1], before, after, chat[number], number)
             if problem := left_out(flattened(chat[: number + 1]), after):
                 raise PromptError(problem)
@@ -194,7 +207,8 @@ class AnswerReader:
             problem = f"the chat template leaves out or rewords a part of message {number}, which is trained"
             raise PromptError(f"{problem}; write it as the template does, or name another in data.chat_template")
         given, tokens = self._encoded(before[len(draft.text) :]), self._encoded(answer)
-        end = len(tokens)
+        stop = self._stop(tokens, number)
+        end = stop or len(tokens)
         while end and tokens[end - 1] not in self.ends and not str(self.tokenizer.decode(tokens[end - 1])).strip():
             end -= 1
         draft.pieces.append((given, False))
@@ -207,14 +221,41 @@ class AnswerReader:
             draft.pieces.append(([*self._encoded(ending), self.end], True))
             draft.text, draft.closed = before + ending, True
 
+    def _stop(self, tokens: Sequence[int], number: int) -> int:
+        """How many of an answer's tokens a server samples before it stops; 0 if it stops at none of them."""
+        end = next((place for place, token in enumerate(tokens, 1) if token in self.stops), 0)
+        behind = [token for token in tokens[end:] if token not in self.ends] if end else []
+        if str(self.tokenizer.decode(behind)).strip():
+            name = self.tokenizer.convert_ids_to_tokens(tokens[end - 1])
+            problem = f"message {number}, which is trained, goes on behind {name}, at which a server stops"
+            raise PromptError(f"{problem}; leave it out, or make what is behind it messages of their own")
+        return end
+
+    def _require_said(self, chat: Chat, after: str) -> None:
+        """Raise PromptError if the template ignores a key of the last message that is for what the model says."""
+        last, number = chat[-1], len(chat) - 1
+        for names in (SAID[:1], SAID[1:]):
+            given = [name for name in names if last.get(name)]
+            if given and self._is_written_as([*chat[:-1], {k: v for k, v in last.items() if k not in given}], after):
+                problem = f"the chat template leaves out {given[0]} of message {number}, which is trained"
+                raise PromptError(f"{problem}; write it into its content, or name another in data.chat_template")
+
+    def _is_written_as(self, chat: Chat, text: str) -> bool:
+        try:
+            return self.prompts.chat_text(chat, header=False) == text
+        except PromptError:
+            return False
+
     def _encoded(self, text: str) -> list[int]:
         return list(self.tokenizer.encode(self.prompts.marked(text), add_special_tokens=False))
 
     def _require_joined(self, draft: Draft) -> None:
         """Raise PromptError for a tokenizer that writes pieces of a text in another way."""
         tokens = [token for ids, _ in draft.pieces for token in ids]
-        tokens = tokens[:-1] if draft.closed else tokens
-        pieces, together = map(self.tokenizer.convert_ids_to_tokens, (tokens, self._encoded(draft.text)))
+        self._require_same(tokens[:-1] if draft.closed else tokens, self._encoded(draft.text))
+
+    def _require_same(self, apart: Sequence[int], whole: Sequence[int]) -> None:
+        pieces, together = map(self.tokenizer.convert_ids_to_tokens, ([*apart], [*whole]))
         if "".join(pieces) != "".join(together):
             problem = "the tokenizer changes a text, as by a space before it, where an answer is encoded apart"
             raise PromptError(f"{problem} from its prompt; take a model with a byte-level tokenizer")

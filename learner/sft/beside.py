@@ -14,7 +14,7 @@ from learner.model.microbatch import Microbatch
 from learner.model.policy import Policy
 from learner.saved.manifest import DataPosition
 from learner.sft.answers import TrainedText, reader_of
-from learner.sft.demonstrations import Demonstrations, read_demonstrations
+from learner.sft.demonstrations import Demonstrations, began_in, read_demonstrations
 from learner.sft.packing import microbatches, num_trained
 
 KEY = "data.demonstrations"
@@ -35,7 +35,7 @@ class Beside:
         return Drawn(policy, texts, packed, self.weight, self.rows, (position + self.rows) / len(self.data))
 
     def position(self, version: int) -> DataPosition:
-        return DataPosition(data=self.digest, rows=version * self.rows, beside=True)
+        return DataPosition(data=self.digest, rows=version * self.rows, beside=True, began=self.data.began)
 
 
 class Drawn:
@@ -62,7 +62,7 @@ class Drawn:
         def chunk_loss(logprobs: Tensor, entropy: Tensor, chunk: slice) -> Tensor:
             return -logprobs.sum() * scale
 
-        logprobs, _, loss = policy(microbatch, loss=chunk_loss)
+        logprobs, _, loss = policy(microbatch, temperature=1.0, loss=chunk_loss)  # as fine-tuning, however it samples
         (loss * dist.get_world_size()).backward()  # FSDP averages over ranks, but the loss is a sum
         self.total -= logprobs.double().sum()
 
@@ -89,7 +89,7 @@ def read_beside(config: Config, budget: int) -> Beside | None:
         return None
     rows = given.rows(config.batch.groups * config.batch.samples)
     fitting = config.model_copy(update={"sft": _as_sft(given, rows, max_sample_tokens(config))})
-    reader = reader_of(fitting, KEY)
+    reader = reader_of(fitting, KEY, began_in(config.run.path / "checkpoints"))
     try:
         data = read_demonstrations(fitting, KEY, given.path, reader)
     finally:

@@ -42,7 +42,7 @@ from learner.saved.manifest import DataPosition
 from learner.sft import tuning
 from learner.sft.answer_loss import AnswerSteps, HeldOut
 from learner.sft.answers import reader_of
-from learner.sft.demonstrations import Demonstrations, read_demonstrations
+from learner.sft.demonstrations import Demonstrations, began_in, read_demonstrations
 from learner.sft.row_images import ImageChanged
 from learner.starting import choose_device, configure_process, decide_budget, decide_gather, decide_speed, image_format
 from learner.train.offload_trial import check_offload
@@ -125,8 +125,8 @@ def tune(given: Config, config: Config, device: torch.device) -> None:
         policy = Policy(config.model, config.learner, mesh, seed=config.run.seed)
         optimizer, rows = Optimizer(policy, config.learner, versions), config.sft.rows or 0
         saved = path / "checkpoints", config.model, config.learner, optimizer, versions, shards(mesh)
-        digest = data.digest
-        checkpoints = Checkpoints(*saved, lambda version: DataPosition(data=digest, rows=version * rows))
+        digest, began = data.digest, data.began
+        checkpoints = Checkpoints(*saved, lambda version: DataPosition(data=digest, rows=version * rows, began=began))
         checkpoints.ranks.check_folder()
         trackers = [
             Tracker(name, path, config.run.name, disclosed(config)) for name in config.log.trackers if rank == 0
@@ -146,7 +146,7 @@ def tune(given: Config, config: Config, device: torch.device) -> None:
 
 def read_all(config: Config) -> tuple[Demonstrations, dict[str, Demonstrations]]:
     """Trained rows and held-out sets. Raises ConfigError. A collective."""
-    reader = reader_of(config)
+    reader = reader_of(config, began=began_in(config.run.path / "checkpoints"))
     try:
         found = {
             name: read_demonstrations(config, f"data.{name}", source, reader)

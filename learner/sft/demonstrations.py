@@ -3,10 +3,13 @@ training, so a row that cannot be trained ends the run at its start."""
 
 import hashlib
 import logging
+from calendar import timegm
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache, partial
 from itertools import repeat
+from pathlib import Path
+from time import localtime
 from typing import NamedTuple
 
 import numpy as np
@@ -22,6 +25,7 @@ from configs.load import ConfigError
 from configs.schema import Config
 from configs.sft import longest
 from learner.mesh import on_every_rank
+from learner.saved.manifest import began_at
 from learner.sft.answers import AnswerReader, TrainedText
 from learner.sft.row_images import DemonstratedImages, ReadImage
 from learner.train import collectives
@@ -43,7 +47,7 @@ class SourceRows(NamedTuple):
 
 
 class Demonstrations:
-    """The rows of a source. `images`: None if no row has some."""
+    """The rows of a source. `images`: None if no row has some. `began`: as in `DataPosition`."""
 
     def __init__(
         self,
@@ -52,7 +56,9 @@ class Demonstrations:
         seed: int = 0,
         shuffle: bool = False,
         images: DemonstratedImages | None = None,
+        began: int | None = None,
     ) -> None:
+        self.began = began
         kept = [number for number, texts in enumerate(rows) if texts]
         self.rows = [rows[number] for number in kept]
         self.dropped = len(rows) - len(kept)
@@ -116,13 +122,21 @@ def read_demonstrations(config: Config, key: str, source: Source, reader: Answer
         ranges.append(SourceRows(start, min(stop, number), weight))
         start = stop
     shuffle = config.data.shuffle and not key.startswith("data.eval")
-    made = Demonstrations(_exchanged(own, number, images is not None), ranges, config.run.seed, shuffle, images)
-    if not len(made):
-        raise ConfigError(
-            [f"{key}: {source_name(source)}: every row is too long; name shorter ones, or allow more tokens"]
-        )
+    texts, seed = _exchanged(own, number, images is not None), config.run.seed
+    made = Demonstrations(texts, ranges, seed, shuffle, images, reader.began)
+    both = zip(parts_of(source), ranges, strict=True)
+    empty = [part.path for part, each in both if each.weight and not any(texts[each.start : each.stop])]
+    if empty or not len(made):
+        why = "every row is too long; name shorter ones, or allow more tokens"
+        raise ConfigError([f"{key}: {name}: {why}" for name in (empty if len(made) else [source_name(source)])])
     log.info("%s: %d rows%s", key, len(made), f", {made.dropped} dropped: too long" if made.dropped else "")
     return made
+
+
+def began_in(checkpoints: Path) -> int:
+    """When the run began, of its checkpoints or now: else a run would have other texts on another day. A collective."""
+    known = began_at(checkpoints)
+    return collectives.broadcast_from_rank0(timegm(localtime()) if known is None else known)
 
 
 def _open(

@@ -23,7 +23,7 @@ from learner.algorithms.diagnostics import combine, is_max, per_sample_sums, sam
 from learner.algorithms.inputs import LossContext, LossInputs, aggregation_weights
 from learner.algorithms.losses import is_tokenwise, needs_first_pass
 from learner.algorithms.own import advantage_of, loss_of
-from learner.algorithms.teachers import DIVERGENCE_SUM, kl_metrics, kl_sums, with_teacher
+from learner.algorithms.teachers import DIVERGENCE_SUM, DIVERGENCE_TOKENS, kl_metrics, kl_sums, with_teacher
 from learner.critic.critic import Critic
 from learner.model.context import check_same
 from learner.model.experts.mixture import load_metrics
@@ -191,7 +191,9 @@ class Algorithm:
         if top is not None:
             (of_token,) = distances
             sums["loss/teacher"] = (top.weights * of_token).sum().double()
-            sums[DIVERGENCE_SUM] = torch.where(top.weights != 0, of_token, 0).sum().double()
+            trained = top.weights != 0
+            sums[DIVERGENCE_SUM] = torch.where(trained, of_token, 0).sum().double()
+            sums[DIVERGENCE_TOKENS] = trained.sum().double()
         return total, sums
 
     def _top(self, microbatch: Microbatch, context: LossContext, of_turns: Tensor) -> TopTokens:

@@ -15,20 +15,29 @@ from buffer.data.image_rows import IMAGES, MARK
 from buffer.data.images import ImageError, ImageFormat, Picture, counted, decode
 from configs.load import ConfigError
 from configs.schema import Config
-from rollout.episodes.row_messages import left_out, messages_of
+from rollout.episodes.row_messages import left_out, messages_of, with_arguments
 from rollout.errors import PromptError
 from rollout.templates.renderer import CHANGED, ChatTexts, Renderer, RenderError
 from rollout.templates.thinking import thinking_arguments
-from rollout.templates.turn_ends import CHAT_TEMPLATE, named_ends, turn_end
+from rollout.templates.turn_ends import CHAT_TEMPLATE, UNUSABLE, named_ends, turn_end
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
+ARGUMENTS = '{"Zq7": 1}'
+
 
 class Prompts:
-    """The run's templates around each problem. `form`: None for a text model. Raises ConfigError."""
+    """The run's templates around each problem. `form`: None for a text model. `now`: as in `Renderer`. Raises
+    ConfigError."""
 
-    def __init__(self, tokenizer: "PreTrainedTokenizerBase", config: Config, form: ImageFormat | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: "PreTrainedTokenizerBase",
+        config: Config,
+        form: ImageFormat | None = None,
+        now: int | None = None,
+    ) -> None:
         self.form = form
         self.tokenizer, self.system, self.longest = tokenizer, config.data.system_prompt, config.data.max_prompt_tokens
         problems: list[str] = []
@@ -40,7 +49,7 @@ class Prompts:
             problems.append(f"model.path: the tokenizer in {config.model.path} has no chat template; {remedy}")
         self.template_text = self.chat_template or str(tokenizer.chat_template or "")
         self.template_place = f"data.chat_template {given}" if self.chat_template else f"model.path {config.model.path}"
-        self._renderer = Renderer()
+        self._renderer = Renderer(now=now)
         self._texts = ChatTexts(tokenizer, self._renderer, self.chat_template)
         self._format, self._format_name = "", f"data.format_prompt {config.data.format_prompt}"
         if config.data.format_prompt:
@@ -79,6 +88,16 @@ class Prompts:
     @property
     def stops(self) -> list[int]:
         return list(dict.fromkeys([*self._stops, *self.ends]))
+
+    @cached_property
+    def _writes_texts(self) -> bool:
+        """Whether the chat template writes arguments that are a text as they are. Most write JSON of a text."""
+        call = {"id": "Zq7Zq7Zq7", "type": "function", "function": {"name": "f", "arguments": ARGUMENTS}}
+        asked, calling = {"role": "user", "content": "1"}, {"role": "assistant", "content": "", "tool_calls": [call]}
+        try:
+            return ARGUMENTS in self._texts.render([asked, calling], False, kwargs=self.template_kwargs)
+        except UNUSABLE:
+            return False
 
     def _thinking(self, wanted: bool | Literal["auto"]) -> dict[str, Any]:
         if wanted == "auto":
@@ -153,9 +172,9 @@ class Prompts:
             raise PromptError(f"the row cannot be made into a chat: {type(error).__name__}: {error}") from error
 
     def plain_tokens(self, messages: list[dict[str, Any]]) -> list[int]:
-        return self._open(self.tokenizer.encode(self._joined(messages)))
+        return self.without_end(self.tokenizer.encode(self._joined(messages)))
 
-    def _open(self, tokens: list[int]) -> list[int]:
+    def without_end(self, tokens: list[int]) -> list[int]:
         """Drop the end that some tokenizers add: an answer follows."""
         return tokens[:-1] if tokens and tokens[-1] in self.ends else tokens
 
@@ -213,6 +232,8 @@ class Prompts:
         if "unmade" in row and not row.keys() & {"prompt", "problem"}:  # a file may have such a column too
             raise PromptError(str(row["unmade"]))
         chat = messages_of(row, self.template_text, self.form is not None)
+        if any("tool_calls" in message for message in chat):
+            chat = [with_arguments(message, self._writes_texts) for message in chat]
         if self._format and chat and chat[-1]["role"] == "user":
             chat[-1]["content"] = self._formatted(chat[-1]["content"])
         if self.system is not None and not any(message["role"] == "system" for message in chat):

@@ -6,6 +6,7 @@ from typing import Any
 
 from buffer.data.image_columns import holds, may_hold, shows
 from buffer.data.image_rows import IMAGES, MARK
+from rollout.chat.messages import parsed_arguments
 from rollout.errors import PromptError
 
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -42,6 +43,21 @@ def message_of(number: int, message: Any, template: str, images: bool) -> dict[s
     found = {name: value for name, value in message.items() if value is not None}
     content = found.get("content", "" if found.get("tool_calls") else None)
     return found | {"content": text_of(f"message {number}, of role {role!r},", content, images)}
+
+
+def with_arguments(message: dict[str, Any], texts: bool) -> dict[str, Any]:
+    """Arguments of calls as a mapping; with `texts` those that are a text, as OpenAI's clients write them, stay so."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in calls):
+        return message
+    return message | {"tool_calls": [_with_arguments(call, texts) for call in calls]}
+
+
+def _with_arguments(call: Mapping[str, Any], texts: bool) -> dict[str, Any]:
+    if isinstance(function := call.get("function"), Mapping):
+        return {**call, "function": _with_arguments(function, texts)}
+    given = call.get("arguments")
+    return {**call, "arguments": given if texts and isinstance(given, str) else parsed_arguments(given)}
 
 
 def _require_no_image(chat: Collection[Mapping[str, Any]]) -> None:

@@ -31,10 +31,10 @@ MEMORY = 2**30
 MOST_CHARACTERS = 4 * 2**20
 """A prompt of a million tokens has so many."""
 PROGRAM = f"""import sys
-sys.path[:] = sys.argv[4:]
+sys.path[:] = sys.argv[5:]
 {PIN}
 from rollout.templates.template_process import serve
-serve(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]))"""
+serve(int(sys.argv[1]), float(sys.argv[2]), int(sys.argv[3]), int(sys.argv[4]) if sys.argv[4] else None)"""
 CHANGED = "the chat template changes its last message, so no answer can continue it"
 CONTINUED = "Zq7ContinuedHereZq7 "
 """Marks the end of a message that the answer continues. Its space shows whether the template removes spaces."""
@@ -55,7 +55,8 @@ class RenderError(Exception):
 
 
 class Renderer:
-    """A process for templates, started when needed. Threads take turns."""
+    """A process for templates, started when needed. Threads take turns. `now`: the local time that templates write, in
+    seconds as if it were UTC; None: that of the clock."""
 
     def __init__(
         self,
@@ -63,8 +64,9 @@ class Renderer:
         memory: int = MEMORY,
         most: int = MOST_CHARACTERS,
         wall_s: float = WALL_S,
+        now: int | None = None,
     ) -> None:
-        self._limits, self._most, self._wall_s = (processor_s, memory), most, wall_s
+        self._limits, self._most, self._wall_s, self._now = (processor_s, memory), most, wall_s, now
         self._lock = threading.Lock()
         self._process: TemplateProcess | None = None
 
@@ -94,7 +96,7 @@ class Renderer:
         with self._lock:
             for _ in range(TRIES):
                 if self._process is None:
-                    self._process = TemplateProcess(*self._limits, self._wall_s)
+                    self._process = TemplateProcess(*self._limits, self._wall_s, self._now)
                 reply = self._process.ask(request)
                 if reply[0] != "ended":
                     break
@@ -129,10 +131,10 @@ class Renderer:
 class TemplateProcess:
     """One process of `template_process.py`. Ends with this object."""
 
-    def __init__(self, processor_s: float, memory: int, wall_s: float) -> None:
+    def __init__(self, processor_s: float, memory: int, wall_s: float, now: int | None) -> None:
         ours, theirs = socket.socketpair()
         with theirs:
-            limits = [str(theirs.fileno()), str(processor_s), str(memory)]
+            limits = [str(theirs.fileno()), str(processor_s), str(memory), "" if now is None else str(now)]
             process = subprocess.Popen(
                 [sys.executable, "-P", "-c", PROGRAM, *limits, *sys.path],
                 stdin=subprocess.DEVNULL,

@@ -8,7 +8,7 @@ import resource
 import signal
 import socket
 from collections.abc import Callable, Mapping
-from datetime import datetime
+from datetime import UTC, datetime
 from functools import lru_cache
 from typing import Any, NoReturn
 
@@ -110,7 +110,10 @@ def _text(error: Exception) -> str:
     return str(error)[:ERROR_CHARACTERS]
 
 
-def serve(fd: int, processor_s: float, memory: int) -> None:
+def serve(fd: int, processor_s: float, memory: int, now: int | None) -> None:
+    """`now`: as in `Renderer`."""
+    if now is not None:
+        ENVIRONMENTS["chat"].globals["strftime_now"] = datetime.fromtimestamp(now, UTC).replace(tzinfo=None).strftime
     resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGPROF, signal.SIG_DFL)

@@ -96,6 +96,18 @@ def test_types_of_parquet_become_types_of_messagepack(tmp_path: Path) -> None:
     assert msgpack.unpackb(msgpack.packb(load(path)[0])) == expected
 
 
+def test_arguments_of_calls_in_parquet_are_those_that_the_call_has(tmp_path: Path) -> None:
+    """There each call has the keys of all, null where it has none."""
+    rows = [
+        {"problem": "p", "answer": "a", "messages": [{"tool_calls": [{"function": {"arguments": each}}]}]}
+        for each in ({"city": "Rome", "when": {"day": 1}}, {"zone": "CET"}, {})
+    ]
+    problems = load(write(tmp_path, "parquet", rows))
+    assert [row["messages"] for row in problems] == [row["messages"] for row in rows]
+    kept = load(write(tmp_path, "jsonl", [rows[0] | {"messages": [{"tool_calls": [{"a": None}]}]}]))
+    assert kept[0]["messages"] == [{"tool_calls": [{"a": None}]}], "a null that somebody wrote stays"
+
+
 def test_a_number_too_large_for_messagepack_becomes_text(tmp_path: Path) -> None:
     row = load(write(tmp_path, "jsonl", [{"problem": "2 ** 70", "answer": 2**70}]))[0]
     assert msgpack.unpackb(msgpack.packb(row))["answer"] == str(2**70)

@@ -137,6 +137,7 @@ OWN = ["model=big", "servers=1"]
         (["by_source=[{data_source: a, wieght: 2}]"], "teacher.by_source.0.wieght: no such key"),
         ([*OWN, "top_k=65"], "teacher.top_k: 65 is not a whole number"),
         (["top_k=8", REWARD], "teacher.top_k: there is no teacher that it is for"),
+        ([*OWN, "engine={logprobs_mode: raw_logits}"], "teacher.engine.logprobs_mode: Headrace sets it; remove"),
         ([*OWN, "engine={max_logprobs: 9}"], "teacher.engine.max_logprobs: Headrace sets it; remove the key"),
         (
             [*OWN, "top_k=8", "--algorithm.loss=own.py:loss"],

@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from actors.supervise.accept import Source, copy
 from configs import certificate
 from configs.certificate import Certificate
 from configs.checkpoint_files import MANIFEST, complete, fault, folder_of, newest
@@ -22,7 +23,7 @@ from configs.load import ConfigError
 from configs.schema import LearnerConfig
 from learner.checkpoint import Checkpoints, NoDiskSpace
 from learner.saved import export
-from learner.saved.manifest import discard, reward_of, seal, versions_to_keep
+from learner.saved.manifest import DataPosition, discard, reward_of, seal, versions_to_keep
 from learner.train.optimizer import Optimizer
 from tests.harness import rank, world
 from tests.harness.expert_batches import expert_model
@@ -278,6 +279,22 @@ def test_a_checkpoint_of_another_model_is_refused(tmp_path: Path, mesh, other: d
     with pytest.raises(ConfigError, match=r"^model.path: .* is of another model: it ") as refused:
         again.restore(policy)
     assert words in str(refused.value) and str(refused.value).count("\n") == 0
+
+
+def test_a_fork_has_demonstrations_of_its_own(tmp_path: Path, mesh) -> None:
+    """Others, or none, or the first ones, whatever the run that it begins from had."""
+    model = tiny_model(tmp_path / "model")
+    policy = policy_of(model, mesh)
+    given = model, LEARNER.model_copy(update={"checkpoint_every": 2}), Optimizer(policy, LEARNER, 100), 100, None
+    old, new = tmp_path / "old" / "checkpoints", tmp_path / "new" / "checkpoints"
+    first = Checkpoints(old, *given, lambda version: DataPosition(data="8c2f0e1b9a3d4c57", rows=version, beside=True))
+    first.save(policy, 2)
+    first.close()
+    copy(Source(folder_of(old, 2), 2), new.parent)
+    for other in (None, lambda version: DataPosition(data="8c2f0e1b9a3d4c57", rows=9 * version, beside=True)):
+        assert Checkpoints(new, *given, other).restore(policy) == 2
+        with pytest.raises(ConfigError, match=r"run.name: .* is a checkpoint of|data.demonstrations: the demonstr"):
+            Checkpoints(old, *given, other).restore(policy)
 
 
 def test_nothing_to_restore(tmp_path: Path, mesh) -> None:

@@ -15,6 +15,7 @@ from buffer.store.lock import locked
 from buffer.store.past import BEGINS, accept_loss, history, past
 from buffer.store.sqlite import Store, reading
 from buffer.store.witness import Commits, Witness, file_of
+from configs.checkpoint_files import fault, manifest_of
 from configs.load import ConfigError, load, write
 from configs.resume import changes, settings
 from configs.schema import Config
@@ -137,7 +138,9 @@ def test_forks(words: list[str], tmp_path: Path) -> None:
     found = accept.source(new, f"{old.run.path}@v2")
     accept.copy(found, new.run.path)
     assert accept.judge(new) == ([], None)
-    assert (new.run.path / "checkpoints" / "v000002" / "state" / "a").read_bytes() == b"12345"
+    theirs, ours = (each.run.path / "checkpoints" / "v000002" for each in (old, new))
+    assert (ours / "state" / "a").read_bytes() == b"12345" and fault(ours) is None
+    assert manifest_of(ours)["forked"] and "forked" not in manifest_of(theirs)
     for argv, name, told in (
         (["new"], "old", "new has begun already"),
         (["third"], "nowhere", "no such folder, nor is it a run"),

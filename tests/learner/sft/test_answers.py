@@ -23,6 +23,16 @@ FORGETFUL = (
 )
 """Qwen3's way: only a last answer has its thinking."""
 
+CLOSED = CHATML.removesuffix("{% endif %}") + "{% else %}{{ eos_token }}{% endif %}"
+"""Phi 3's way: behind the end of a chat's last turn comes the end of the text."""
+CALLING = CHATML.replace(
+    "message['content'] +",
+    "message['content'] + (message.tool_calls[0].function.arguments | tojson if message.tool_calls else '') +",
+)
+"""Qwen2.5's way, with the arguments alone."""
+CALL = {"role": "assistant", "content": "hm", "tool_calls": [{"function": {"name": "f", "arguments": {"a": 1}}}]}
+SAID = {"reasoning_content": "carry"}
+
 
 @pytest.fixture
 def read(tmp_path: Path) -> Any:
@@ -102,6 +112,51 @@ def test_a_template_without_an_end_gets_the_tokenizers_end(read: Any) -> None:
         (f"17*6-9=<calc>17*6{END}", [f"<calc>17*6{END}"]),
         (f"17*6-9=<calc>17*610293{END}", [f"93{END}"]),
     ]
+
+
+def test_an_answer_ends_where_a_server_would_stop(read: Any) -> None:
+    """Whatever else the template or the row writes behind that."""
+    found = read({"messages": TURNS}, CLOSED, END)
+    assert [trained for _, trained in found] == [["<calc>17*6<|im_end|>"], ["93<|im_end|>"]]
+    assert all(text.endswith(f"<|im_end|>\n{END}") for text, _ in found)
+    assert read({"problem": "1+1=", "answer": "2<|im_end|>"})[0][1] == ["2<|im_end|>"]
+    plain = {"data": {"train": "t.jsonl", "chat_template": "none"}}
+    assert read({"problem": "1+1=", "answer": f"2{END}"}, CHATML, END, **plain)[0][1] == [f"2{END}"]
+
+
+@pytest.mark.parametrize("template", ["none", None])
+def test_an_answer_that_goes_on_where_a_server_would_stop_is_refused(read: Any, template: str | None) -> None:
+    data = {"train": "t.jsonl", "chat_template": template}
+    with pytest.raises(PromptError, match=r"message 1, which is trained, goes on behind <\|im_end\|>, at which"):
+        read({"problem": "1+1=", "answer": "2<|im_end|>\n<|im_start|>user\nmore"}, data=data)
+
+
+@pytest.mark.parametrize(
+    ("message", "template", "trained"),
+    [
+        (CALL, CALLING, 'hm{"a": 1}<|im_end|>'),
+        (CALL | {"content": "hm ", **SAID}, CALLING, "leaves out reasoning_content of message 1, which is trained"),
+        (CALL, CHATML, "the chat template leaves out tool_calls of message 1, which is trained; write it into"),
+        (TURNS[3] | SAID, CHATML, "the chat template leaves out reasoning_content of message 1"),
+        (TURNS[3] | {"thinking": "carry"}, "none", "data.chat_template: none writes no thinking; write it into"),
+    ],
+)
+def test_what_an_answer_says_beside_its_content_is_trained_or_refused(
+    read: Any, message: Any, template: str, trained: str
+) -> None:
+    data = {"train": "t.jsonl"} | ({"chat_template": "none"} if template == "none" else {})
+    row = {"messages": [TURNS[0], message]}
+    if "<|im_end|>" in trained:
+        assert read(row, template, data=data)[0][1] == [trained]
+    else:
+        with pytest.raises(PromptError, match=trained):
+            read(row, CHATML if template == "none" else template, data=data)
+
+
+def test_arguments_that_are_a_text_are_trained_as_a_server_would_write_them(read: Any) -> None:
+    """A text of JSON, as OpenAI's clients write them, would become JSON of a text."""
+    texts = CALL | {"tool_calls": [{"function": {"name": "f", "arguments": '{"a":1}'}}]}
+    assert read({"messages": [TURNS[0], texts]}, CALLING)[0][1] == ['hm{"a": 1}<|im_end|>']
 
 
 def test_turns_that_a_template_writes_anew_become_texts_of_their_own(read: Any) -> None:
@@ -185,13 +240,15 @@ def test_a_template_that_leaves_out_a_message_is_refused(read: Any) -> None:
         read({"messages": [{"role": "system", "content": "Be brief."}, *TURNS]}, deaf)
 
 
-def test_a_tokenizer_that_puts_a_space_before_each_text_is_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("template", [None, "none"])
+def test_a_tokenizer_that_puts_a_space_before_each_text_is_refused(tmp_path: Path, template: str | None) -> None:
     from tokenizers import pre_tokenizers
 
     tokenizer = chatml_tokenizer()
     spaced = pre_tokenizers.ByteLevel(add_prefix_space=True, use_regex=False)
     tokenizer.backend_tokenizer.pre_tokenizer = spaced
-    reader = AnswerReader(tokenizer, sft_config(tmp_path))
+    data = {"train": "t.jsonl", "chat_template": template}
+    reader = AnswerReader(tokenizer, sft_config(tmp_path, data=data))
     joined = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
     with pytest.raises(PromptError, match="the tokenizer changes a text"):
         reader.texts(joined)

@@ -26,12 +26,14 @@ def gradient(policy, algorithm, beside: Beside | None) -> dict[str, torch.Tensor
     return found
 
 
-@pytest.mark.parametrize("kind", ["dense", "experts"])
-def test_the_gradient_is_that_of_the_samples_plus_that_of_the_demonstrations(tmp_path: Path, mesh, kind: str) -> None:
-    """transformers' own loss of the same texts, one after another."""
+@pytest.mark.parametrize(("kind", "temperature"), [("dense", 1.0), ("experts", 1.0), ("dense", 0.6)])
+def test_the_gradient_is_that_of_the_samples_plus_that_of_the_demonstrations(
+    tmp_path: Path, mesh, kind: str, temperature: float
+) -> None:
+    """transformers' own loss of the same texts, one after another, at whatever temperature the policy samples."""
     folder = tmp_path / "model"
     model = tiny_model(folder) if kind == "dense" else ModelConfig(path=str(tiny_experts(folder)), dtype="float32")
-    policy, texts = policy_of(model, mesh), made_texts()
+    policy, texts = policy_of(model, mesh, temperature=temperature), made_texts()
     algorithm = algorithm_of(policy, 64)
     alone = gradient(policy, algorithm, None)
     both = gradient(policy, algorithm, Beside(data_of(texts), len(texts), WEIGHT, 64))

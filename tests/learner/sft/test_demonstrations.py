@@ -111,6 +111,11 @@ def test_sources_with_weights_have_their_shares(tmp_path: Path, mesh) -> None:
     made = read(tmp_path, data={"train": files}, sft={"max_tokens": 128, "too_long": "drop"})
     first = [index for epoch in range(2) for index in made.order(epoch)]
     assert len(made) == 18 and sum(index < 6 for index in first) == 27
+    (line,) = refused(tmp_path, data={"train": files}, sft={"max_tokens": 5, "too_long": "drop"})
+    assert line.startswith(f"data.train: {files[0]['path']} and 1 more: every row is too long")
+    jsonl(tmp_path / "b.jsonl", [LONG])
+    (line,) = refused(tmp_path, data={"train": files}, sft={"max_tokens": 128, "too_long": "drop"})
+    assert line.startswith(f"data.train: {files[1]['path']}: every row is too long")
 
 
 def test_data_of_other_tokens_have_another_digest(tmp_path: Path, mesh) -> None:

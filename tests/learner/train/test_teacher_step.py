@@ -191,6 +191,20 @@ def test_a_step_reports_the_mean_divergence_of_tokens_with_a_teacher(tmp_path: P
     assert metrics["loss"] == pytest.approx(metrics["loss/policy"] + metrics["loss/teacher"])
 
 
+def test_the_mean_divergence_is_of_tokens_that_are_trained(tmp_path: Path, mesh: Any) -> None:
+    """Masked samples are neither in the sum nor in the count."""
+    model = tiny_model(tmp_path)
+    entries = topped(taught(make_samples()), policy_of(model, mesh).model.config.vocab_size)
+    whole = [entry for entry in entries if Sample.unpack(entry.sample).finish == "stop"]
+    assert 0 < len(whole) < len(entries)
+    found = []
+    for some, overlong in ((entries, "mask"), (whole, "keep")):
+        algorithm = OPEN.model_copy(update={"overlong": overlong})
+        step = algorithm_of(policy := policy_of(model, mesh), 64, algorithm, teachers=WEIGHTS, top_k=True)
+        found.append(step.step(policy, cut(some, 3, [len(some)], 0))["teacher/divergence"])
+    assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
 def test_the_learner_refuses_another_number_of_most_probable_tokens(tmp_path: Path, mesh: Any) -> None:
     policy = policy_of(tiny_model(tmp_path), mesh)
     part = cut(topped(taught(make_samples(), every=True), policy.model.config.vocab_size), 3, [24], 0)

@@ -125,6 +125,26 @@ def test_a_message_that_a_template_refuses_or_leaves_out_is_refused():
     assert "<|start_header_id|>ipython" in shown("llama3", chat(("user", "hi"), ("ipython", "4")))
 
 
+@pytest.mark.parametrize(("given", "written"), [('{"a":1}', '{"a": 1}'), (None, "{}"), ({"b": 2}, '{"b": 2}')])
+def test_arguments_of_a_call_are_written_as_json(given: Any, written: str):
+    """Most templates would write a text of JSON as JSON of a text."""
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": given}}]}
+    row = {"prompt": [{"role": "user", "content": "hi"}, call, {"role": "tool", "content": "ok"}]}
+    assert f'"arguments": {written}}}' in shown("qwen2.5", row)
+
+
+def test_a_template_that_writes_texts_gets_the_arguments_as_they_are(tmp_path: Path):
+    """DeepSeek's joins them to the text of the call, and fails on a mapping."""
+    joining = tmp_path / "joining.jinja"
+    joining.write_text(
+        "{% for m in messages %}{{ '<|im_start|>' + m.content }}{% for call in m.tool_calls %}"
+        "{{ ' ' + call.function.arguments }}{% endfor %}{% endfor %}"
+    )
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": '{"a":1}'}}]}
+    row = {"prompt": [{"role": "user", "content": "hi"}, call, {"role": "tool", "content": "ok"}]}
+    assert '{"a":1}' in shown("qwen2.5", row, f"--data.chat_template={joining}")
+
+
 def test_the_arguments_of_the_template_hold_for_the_prompts_of_rows():
     thinking, silent = "<|im_start|>assistant\n", "<|im_start|>assistant\n<think>\n\n</think>\n\n"
     assert shown("qwen3", {"problem": "hi"}).endswith(thinking)

@@ -150,6 +150,12 @@ def both(tokenizer: PreTrainedTokenizerFast, chat: dict[str, Any], header: bool,
         yield "refused" if getattr(error, "kind", "refused") == "refused" else str(error).partition(":")[0]
 
 
+def test_templates_write_the_time_that_they_are_given() -> None:
+    renderer = Renderer(now=86_400)
+    assert renderer.render("chat", "{{ strftime_now('%Y-%m-%d %H:%M:%S') }}", {}) == "1970-01-02 00:00:00"
+    renderer.close()
+
+
 RENDERER = Renderer()
 
 
