@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from configs.architecture import is_proven
 from configs.checks import (
     BUILT_IN,
     ENGINE_KEYS_ELSEWHERE,
@@ -499,6 +500,11 @@ def test_positions_are_read_from_configs_of_transformers_4_and_5(name: str, mode
     assert not [line for line in all_of(model, *fits) if "positions" in line]
     (line,) = [line for line in all_of(model, fits[0], f"sampling.max_tokens={positions - 7}") if "positions" in line]
     assert line.startswith(f"model.path: {model} has {positions} positions, less than ")
+
+
+def test_a_llama_whose_window_transformers_ignores_is_not_proven() -> None:
+    assert is_proven({"model_type": "llama", "sliding_window": None})
+    assert not is_proven({"model_type": "llama", "sliding_window": 512})
 
 
 ARCHITECTURES: dict[str, tuple[dict[str, object], str]] = {
