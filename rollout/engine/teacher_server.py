@@ -67,6 +67,7 @@ def arguments(config: Config, number: int, cpu: bool) -> dict[str, Any]:
     }
     defaults |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_BYTES} if cpu else {}
     top = {} if config.teacher.top_k is None else {"max_logprobs": config.teacher.top_k}
+    assert teacher.model is not None, "it is served"
     given = {**defaults, **teacher.engine}
     return {
         **given,

@@ -299,6 +299,13 @@ def test_servers_build_no_tower_for_a_model_that_is_trained_on_text_alone():
         check(config(language_model_only=False), files=())
 
 
+def test_vllm_generates_whatever_architectures_the_config_names():
+    """Without a name, or with a base model first, vLLM 0.32 served an embedding, which has no head."""
+    assert engine_arguments(config(), 0, cpu=True)["runner"] == "generate"
+    with pytest.raises(ConfigError, match=r"rollout.engine.runner: Headrace sets it; remove the key"):
+        check(config(runner="pooling"), files=())
+
+
 async def stopped():
     raise EngineDead
 
