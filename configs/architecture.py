@@ -137,5 +137,5 @@ def usable_positions(config: Mapping[str, Any]) -> int | None:
 def _tables(config: Mapping[str, Any]) -> Iterator[int]:
     for rope in ropes(config):
         original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
-        if "yarn" in rope_type(rope) and isinstance(original, int) and factor:
+        if "yarn" in rope_type(rope) and isinstance(original, int) and factor and "mrope_section" not in rope:
             yield int(original * factor)

@@ -471,6 +471,10 @@ ROPES: dict[str, tuple[dict[str, object], int]] = {
     "yarn, transformers 4": ({"rope_scaling": {"type": "yarn", "factor": 4.0, **ORIGINAL}}, 512),
     "yarn, transformers 5": ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, **ORIGINAL}}, 512),
     "yarn, with fewer angles than positions": ({"rope_scaling": {"type": "yarn", "factor": 1.5, **ORIGINAL}}, 384),
+    "yarn of images, with a larger table": (
+        {"rope_scaling": {"type": "yarn", "factor": 1.5, "mrope_section": [16, 24, 24], **ORIGINAL}},
+        512,
+    ),
     "llama3": ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0, **ORIGINAL}}, 512),
     "mrope": ({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, 512),
     "by type of layer": (
