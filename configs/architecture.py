@@ -55,6 +55,8 @@ def reads_images(config: Mapping[str, Any], text_alone: bool = False) -> bool:
 
 def is_proven(config: Mapping[str, Any]) -> bool:
     """Whether tests cover models of this type."""
+    if config.get("model_type") == "llama" and config.get("sliding_window"):  # which transformers ignores
+        return False
     return config.get("model_type") in PROVEN and not any(unsupported(config))
 
 
@@ -121,10 +123,19 @@ def rope_type(rope: Mapping[str, Any]) -> str:
 
 
 def usable_positions(config: Mapping[str, Any]) -> int | None:
-    """Positions that vLLM accepts: it multiplies `max_position_embeddings` by the rotary embedding's factor, except for
-    FINAL and for Gemma 3, whose config has the product already."""
+    """Positions that vLLM computes. It accepts `max_position_embeddings` times the rotary embedding's factor, except
+    for FINAL and for Gemma 3, whose config has the product already. Of yarn it has a table of
+    `original_max_position_embeddings` times the factor, and reads memory behind it for later positions."""
     positions = config.get("max_position_embeddings")
     if not isinstance(positions, int):
         return None
     factors = [rope["factor"] for rope in ropes(config) if rope_type(rope) not in FINAL and rope.get("factor")]
-    return positions if "gemma3" in str(config.get("model_type")) else int(positions * [1.0, *factors][-1])
+    accepted = positions if "gemma3" in str(config.get("model_type")) else int(positions * [1.0, *factors][-1])
+    return min([accepted, *_tables(config)])
+
+
+def _tables(config: Mapping[str, Any]) -> Iterator[int]:
+    for rope in ropes(config):
+        original, factor = rope.get("original_max_position_embeddings"), rope.get("factor")
+        if "yarn" in rope_type(rope) and isinstance(original, int) and factor and "mrope_section" not in rope:
+            yield int(original * factor)

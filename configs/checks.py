@@ -77,6 +77,7 @@ ENGINE_KEYS_ELSEWHERE = {
 ENGINE_KEYS_SET = (
     *("worker_extension_cls", "logprobs_mode", "skip_tokenizer_init", "data_parallel_size"),
     *("pipeline_parallel_size", "scheduler_cls", "disable_log_stats", "kv_transfer_config", "limit_mm_per_prompt"),
+    "runner",
     *(
         "mm_processor_kwargs",
         "mm_processor_cache_gb",

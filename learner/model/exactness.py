@@ -37,6 +37,8 @@ TOLERANCE = 1e-3
 FAR = 10**7
 TRIED = attention.registered("sdpa") + "_tried"
 """Checks the masks that transformers would make."""
+WINDOWED = "_headrace_windowed"
+"""Whether an attention was given a window."""
 LENGTHS = (5, 2 * WINDOW + 5, 10, 9)
 """The second exceeds any window; layers with a state compute the last two together."""
 ANSWERS = (4, 1, 6)
@@ -52,6 +54,10 @@ NO_IMAGES: Mapping[str, Tensor] = MappingProxyType({})
 
 class Inexact(ValueError):
     """The text is a clause about the difference."""
+
+
+class ServedOtherwise(Inexact):
+    """vLLM would compute something else than transformers."""
 
 
 def check_exact(model: ModelConfig, share: bool) -> None:
@@ -92,6 +98,8 @@ def reasons(config: PreTrainedConfig, share: bool = True, trusted: bool = False)
         return found
     try:
         try_out(config, share, trusted)
+    except ServedOtherwise as error:
+        return [f"servers would compute other log-probabilities than the learner: {error}"]
     except Inexact as error:
         return [f"it would be trained wrongly: {error}; {REMEDY}"]
     return []
@@ -131,6 +139,21 @@ def try_out(config: PreTrainedConfig, share: bool, trusted: bool) -> None:
     _check_structure(ours)
     with torch.no_grad():
         _compare(theirs, ours, share)
+    _check_windows(ours)
+
+
+def _check_windows(model: PreTrainedModel) -> None:
+    """Raise ServedOtherwise if vLLM would give other layers a window than transformers does: all, or those that
+    `layer_types` names. No probe is longer than a usual window."""
+    text: Any = model.config.get_text_config()
+    window, types = getattr(text, "sliding_window", None), getattr(text, "layer_types", None)
+    for number, block in enumerate(loading.blocks(model)):
+        ours = [vars(layer)[WINDOWED] for layer in block.modules() if WINDOWED in vars(layer)]
+        served = bool(window) and (types is None or types[number] == "sliding_attention")
+        if window and ours and any(ours) != served:
+            problem = "sliding_window and layer_types in its config.json are not those by which its type computes"
+            remedy = "set sliding_window to null" if served else "remove layer_types"
+            raise ServedOtherwise(f"{problem}, and vLLM goes by them; {remedy}")
 
 
 def _built(config: PreTrainedConfig, trusted: bool) -> tuple[PreTrainedModel, PreTrainedModel]:
@@ -163,7 +186,12 @@ def _judge_mask(mask_function: Callable[..., Tensor], q_length: int, **given: An
             raise Inexact("its attention sees only part of a long document, by a length that a small copy cannot try")
 
 
-AttentionInterface.register(TRIED, attention.ATTENTIONS["sdpa"])
+def _attend(module: nn.Module, *args: Any, **kwargs: Any) -> tuple[Tensor, None]:
+    vars(module)[WINDOWED] = kwargs.get("sliding_window") is not None
+    return attention.ATTENTIONS["sdpa"](module, *args, **kwargs)
+
+
+AttentionInterface.register(TRIED, _attend)
 AttentionMaskInterface.register(TRIED, _judge_mask)
 
 

@@ -184,12 +184,13 @@ def distribute_weights(
 
 def read_whole(model: ModelConfig, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
     """Raises ConfigError for weights that the model's files lack or have in another shape, which transformers would
-    make up, and for tensors that no layer has, such as scales of quantised weights, which it would leave out."""
+    make up, for tensors that no layer has, such as scales of quantised weights, which it would leave out, and for a
+    head of its own where config.json ties it, which it would not tie."""
     config, trusted = read_config(model), model.trust_remote_code
     how: dict[str, Any] = {"ignore_mismatched_sizes": True, "output_loading_info": True}
     read, found = auto_class(config).from_pretrained(model.path, dtype=dtype, trust_remote_code=trusted, **how)
     assert isinstance(read, PreTrainedModel)
-    if wrong := [*_unfit_weights(found), *_left_out(read, found)]:
+    if wrong := [*_unfit_weights(found), *_left_out(read, found), *_untied(read)]:
         again = "correct config.json or download the model again"
         raise ConfigError([f"model.path: {model.path}: {line}; {again}" for line in wrong])
     return read
@@ -208,6 +209,12 @@ def _left_out(read: PreTrainedModel, found: dict[str, Any]) -> Iterator[str]:
     keys = {str(key) for key in found["unexpected_keys"]} - computed
     if others := sorted(key for key in keys if key.rpartition(".")[0] in layers):
         yield f"its files have {len(others)} tensors of layers that have none such in config.json, such as {others[0]}"
+
+
+def _untied(read: PreTrainedModel) -> Iterator[str]:
+    for name, tied in read.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if read.get_parameter(name) is not read.get_parameter(tied):
+            yield f"its files have {name}, which differs from {tied}, and config.json ties the two"
 
 
 def _may_lack(module: nn.Module) -> bool:

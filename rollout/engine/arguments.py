@@ -221,6 +221,7 @@ def engine_arguments(config: Config, seed: int, cpu: bool, form: ImageFormat | N
     ours = {field: attrgetter(key)(config) for field, key in ENGINE_KEYS_ELSEWHERE.items()} | {
         "hf_overrides": HEAD | given.get("hf_overrides", {}),
         "seed": seed,
+        "runner": "generate",  # without `architectures` in config.json vLLM would serve an embedding
         "skip_tokenizer_init": True,
         "logprobs_mode": "processed_logprobs",
         "worker_extension_cls": "rollout.engine.worker.WorkerExtension",

@@ -29,6 +29,7 @@ from rollout.engine.door.vllm_worker import (
     set_current_vllm_config,
 )
 from rollout.engine.experts.expert_kernels import METHOD, loads_in_place, packed_anew, parameter_name
+from rollout.engine.read_weights import ReadWeights
 from rollout.engine.recorded_copies import RecordedCopies
 from rollout.engine.region_copies import RegionCopies
 from rollout.engine.written_bytes import WrittenBytes
@@ -51,6 +52,7 @@ class ModelLoad:
         self.plainly = loads_plainly(model, vllm_config, device)
         self.frozen: Collection[str] = ()
         self._held = set[str]()
+        self._all_read = False
         self._copies, self._regions = RecordedCopies(model), RegionCopies(model)
 
     def regions(self, specs: Sequence[Spec], frozen: Collection[str]) -> Regions:
@@ -104,8 +106,9 @@ class ModelLoad:
                 name_loaders(model)
                 initialize_layerwise_reload(model)
             expected = names(model)
+            reading = None if self._all_read else stack.enter_context(ReadWeights())
             written = stack.enter_context(WrittenBytes(model.parameters())) if self.plainly and not recorded else None
-            loaded, held = self._load_kinds(weights, frozen, recorded)
+            loaded, held = self._load_kinds(reading.watch(weights) if reading else weights, frozen, recorded)
             if written:
                 parts = partly_written(model, written)
             if not self.plainly:
@@ -113,6 +116,9 @@ class ModelLoad:
                 finalize_layerwise_reload(model, model_config)  # type: ignore[no-untyped-call]
                 repack_head(model)
         check_complete(expected - held, loaded, parts, model_config)
+        if reading:
+            check_read(reading.unread - set(frozen), type(model).__name__)
+            self._all_read = True  # later policies bring the same weights
 
     def _load_kinds(
         self, weights: Iterator[tuple[str, torch.Tensor]], frozen: Collection[str], recorded: bool
@@ -198,6 +204,13 @@ def check_complete(expected: set[str], loaded: object, parts: set[str], model_co
     missing |= parts
     if missing:
         raise ValueError(f"{len(missing)} weights of vLLM's model were not received, {min(missing)} among them")
+
+
+def check_read(unread: set[str], model: str) -> None:
+    """Raise ValueError if vLLM's model has no place for trained weights."""
+    if unread:
+        problem = f"vLLM's {model} has no place for {len(unread)} weights of the learner, such as {min(unread)}"
+        raise ValueError(f"{problem}, and would compute other log-probabilities; take a model without them")
 
 
 def files_in(folder: Path) -> list[Path]:

@@ -17,6 +17,7 @@ from configs.schema import Config
 from configs.teachers import key_of
 from rollout.engine.arguments import HEAD, on_cpu, unknown_fields
 from rollout.engine.door.leant_on import moved
+from rollout.engine.model_overrides import overridden
 from rollout.engine.reward_limits import HEAD_LIMITS
 from rollout.engine.reward_server import LEVEL, TokenGate, command_line, run_api_server
 from rollout.engine.vllm_variables import unreadable_variables
@@ -66,10 +67,12 @@ def arguments(config: Config, number: int, cpu: bool) -> dict[str, Any]:
     }
     defaults |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_BYTES} if cpu else {}
     top = {} if config.teacher.top_k is None else {"max_logprobs": config.teacher.top_k}
+    assert teacher.model is not None, "it is served"
+    given = {**defaults, **teacher.engine}
     return {
-        **defaults,
-        **teacher.engine,
+        **given,
         **top,
+        "hf_overrides": overridden(teacher.model, given["hf_overrides"]),
         "model": teacher.model,
         "runner": "generate",
         "host": config.teacher.host,

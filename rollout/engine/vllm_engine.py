@@ -38,10 +38,10 @@ from rollout.engine.experts.returned_routes import ReturnedRoutes
 from rollout.engine.image_input import image_input
 from rollout.engine.joined_requests import JoinedRequests
 from rollout.engine.lora.adapter_folder import NUMBER
+from rollout.engine.model_overrides import overridden
 from rollout.engine.scheduling.record import unpack
 from rollout.engine.scheduling.scheduler import Reports
 from rollout.engine.start_failure import final_failures
-from rollout.engine.windows import window_override
 from rollout.errors import EngineDead, EngineError, EpisodeError
 from rollout.tasks.trajectory import Completion, PlacedImage
 
@@ -74,7 +74,7 @@ class Engine:
         if problems := list(unserved_shapes(config, cpu)):
             raise ConfigError(problems)
         arguments = engine_arguments(config, seed, cpu, ImageFormat.of_run(config))
-        arguments["hf_overrides"] = window_override(config.model.path) | arguments["hf_overrides"]
+        arguments["hf_overrides"] = overridden(config.model.path, arguments["hf_overrides"])
         for key, value in environment(cpu).items():
             os.environ.setdefault(key, value)
         with early.given_to_vllm(cpu) if early else nullcontext():

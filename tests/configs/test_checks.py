@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from configs.architecture import is_proven
 from configs.checks import (
     BUILT_IN,
     ENGINE_KEYS_ELSEWHERE,
@@ -469,6 +470,11 @@ ROPES: dict[str, tuple[dict[str, object], int]] = {
     "linear, transformers 5": ({"rope_parameters": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}}, 2048),
     "yarn, transformers 4": ({"rope_scaling": {"type": "yarn", "factor": 4.0, **ORIGINAL}}, 512),
     "yarn, transformers 5": ({"rope_parameters": {"rope_type": "yarn", "factor": 4.0, **ORIGINAL}}, 512),
+    "yarn, with fewer angles than positions": ({"rope_scaling": {"type": "yarn", "factor": 1.5, **ORIGINAL}}, 384),
+    "yarn of images, with a larger table": (
+        {"rope_scaling": {"type": "yarn", "factor": 1.5, "mrope_section": [16, 24, 24], **ORIGINAL}},
+        512,
+    ),
     "llama3": ({"rope_parameters": {"rope_type": "llama3", "factor": 8.0, **ORIGINAL}}, 512),
     "mrope": ({"rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]}}, 512),
     "by type of layer": (
@@ -490,7 +496,7 @@ ROPES: dict[str, tuple[dict[str, object], int]] = {
 
 @pytest.mark.parametrize("name", ROPES)
 def test_positions_are_read_from_configs_of_transformers_4_and_5(name: str, model: Path) -> None:
-    """Counts as vLLM 0.32 does, which does not start for a longer sample."""
+    """Counts as vLLM 0.32 does, which does not start for a longer sample; with yarn it may read behind its table."""
     given, positions = ROPES[name]
     (model / "config.json").write_text(json.dumps({"max_position_embeddings": 512, **given}))
     assert model_facts(str(model)).positions == positions
@@ -498,6 +504,11 @@ def test_positions_are_read_from_configs_of_transformers_4_and_5(name: str, mode
     assert not [line for line in all_of(model, *fits) if "positions" in line]
     (line,) = [line for line in all_of(model, fits[0], f"sampling.max_tokens={positions - 7}") if "positions" in line]
     assert line.startswith(f"model.path: {model} has {positions} positions, less than ")
+
+
+def test_a_llama_whose_window_transformers_ignores_is_not_proven() -> None:
+    assert is_proven({"model_type": "llama", "sliding_window": None})
+    assert not is_proven({"model_type": "llama", "sliding_window": 512})
 
 
 ARCHITECTURES: dict[str, tuple[dict[str, object], str]] = {

@@ -201,7 +201,7 @@ FRONT = (
         " kv_cache_memory_bytes max_num_batched_tokens max_cudagraph_capture_size hf_overrides skip_tokenizer_init"
         " logprobs_mode worker_extension_cls scheduler_cls disable_log_stats enable_lora max_loras max_lora_rank"
         " lora_target_modules compilation_config limit_mm_per_prompt mm_processor_kwargs"
-        " disable_chunked_mm_input mm_processor_cache_gb"
+        " disable_chunked_mm_input mm_processor_cache_gb runner"
         " mm_device_do_normalize? language_model_only? data_parallel_size pipeline_parallel_size kv_transfer_config",
     ),
     Need(

@@ -87,6 +87,12 @@ REFUSED = {
     "rope that follows the row": ("llama", {"rope_parameters": YARN | {"rope_type": "dynamic"}}, "of type dynamic"),
     "the same in transformers 4's words": ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
     "a part of a larger model": ("emu3", {}, "only its Emu3ForCausalLM would be trained"),
+    "a window that vLLM alone computes": ("llama", {"sliding_window": WINDOW}, "vLLM goes by them; set sliding_window"),
+    "a window in layers that vLLM computes without": (
+        "phi3",
+        {"sliding_window": WINDOW, "layer_types": SLIDING["layer_types"]},
+        "vLLM goes by them; remove layer_types",
+    ),
     "quantised": ("llama", {"quantization_config": {"quant_method": "fp8"}}, r"weights are quantised \(fp8\)"),
 }
 

@@ -41,6 +41,16 @@ def test_a_weight_of_another_shape_is_refused(tmp_path: Path) -> None:
         read_whole(model)
 
 
+def test_a_head_of_its_own_beside_a_config_that_ties_it_is_refused(tmp_path: Path) -> None:
+    """transformers would compute with that head, and the learner and servers with the embedding."""
+    model = tiny_model(tmp_path, tied=True)
+    weights = load_file(tmp_path / FILE)
+    head = torch.randn_like(weights["model.embed_tokens.weight"])
+    save_file(weights | {"lm_head.weight": head}, tmp_path / FILE, {"format": "pt"})
+    with pytest.raises(ConfigError, match=r"lm_head.weight, which differs from model.embed_tokens.weight, and config"):
+        read_whole(model)
+
+
 @pytest.mark.parametrize("leaf", ["weight_scale", "bias"])
 def test_a_tensor_that_no_layer_would_get_is_refused(leaf: str, tmp_path: Path) -> None:
     """transformers leaves it out, and the layer computes something else than the files describe."""

@@ -21,7 +21,7 @@ from rollout.engine.arguments import (
     unserved_shapes,
     vllm_fields,
 )
-from rollout.engine.windows import window_override
+from rollout.engine.model_overrides import overridden, window_override
 from rollout.errors import EngineDead
 from tests.harness.tiny_experts import tiny_experts
 
@@ -299,6 +299,13 @@ def test_servers_build_no_tower_for_a_model_that_is_trained_on_text_alone():
         check(config(language_model_only=False), files=())
 
 
+def test_vllm_generates_whatever_architectures_the_config_names():
+    """Without a name, or with a base model first, vLLM 0.32 served an embedding, which has no head."""
+    assert engine_arguments(config(), 0, cpu=True)["runner"] == "generate"
+    with pytest.raises(ConfigError, match=r"rollout.engine.runner: Headrace sets it; remove the key"):
+        check(config(runner="pooling"), files=())
+
+
 async def stopped():
     raise EngineDead
 
@@ -321,6 +328,32 @@ async def test_a_server_of_cohere_sees_as_many_tokens_as_the_learner(tmp_path, m
 def test_other_windows_are_left_as_they_are(tmp_path, kind, window):
     (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "sliding_window": window}))
     assert window_override(str(tmp_path)) == {}
+
+
+ROPE = {"rope_type": "yarn", "llama_4_scaling_beta": 0.2, "original_max_position_embeddings": 64}
+SCALE = {"llama_4_scaling": {"original_max_position_embeddings": 64, "beta": 0.2}}
+
+
+@pytest.mark.parametrize(
+    ("given", "wanted"),
+    [
+        ({"model_type": "ministral3", "rope_parameters": ROPE}, SCALE),
+        ({"model_type": "mistral3", "text_config": {"model_type": "ministral3", "rope_parameters": ROPE}}, SCALE),
+        (
+            {"model_type": "ministral3"},
+            {"llama_4_scaling": {"original_max_position_embeddings": 16384, "beta": 0.1}},
+        ),
+        ({"model_type": "ministral3", "rope_parameters": {"rope_type": "yarn"}}, {}),
+        ({"model_type": "mistral", "rope_parameters": ROPE}, {}),
+    ],
+    ids=["alone", "nested", "by default", "without", "of another type"],
+)
+def test_a_server_of_ministral_scales_late_queries_as_the_learner_does(tmp_path, given, wanted):
+    """vLLM 0.32 reads the factor under another key: log-probabilities of late tokens were 0.6 nat off."""
+    (tmp_path / "config.json").write_text(json.dumps(given))
+    nested = {"text_config": {"rope_theta": 1e6, **wanted}} if "text_config" in given else wanted
+    changed = {"head_dtype": "model", **({"text_config": {"rope_theta": 1e6}} if "text_config" in given else {})}
+    assert overridden(str(tmp_path), changed) == {"head_dtype": "model", **nested}
 
 
 def test_supported_heads_and_models_of_the_hub_are_accepted(tmp_path):

@@ -5,6 +5,7 @@ Then a layerwise reload of the packed models: it has to bring every weight.
 
 import importlib
 import json
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -192,6 +193,32 @@ def test_a_load_that_misses_a_weight_fails(made, left_out, named, plainly):
     del weights[LAYER + left_out]
     with pytest.raises(ValueError, match=rf"^1 weights of vLLM's model were not received, {LAYER + named} among them"):
         put_weights(iter(weights.items()))
+
+
+@pytest.mark.vllm
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("made", [CASES["llama"]], indirect=True)
+@pytest.mark.parametrize("way", ["layerwise", "in place", "recorded", "regions"])
+def test_a_weight_for_which_vllm_has_no_place_is_refused(made, way):
+    """vLLM's loaders skip a bias that its model lacks."""
+    from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
+
+    from rollout.engine.model_load import ModelLoad
+
+    made.vllm_config.compilation_config.static_forward_context.clear()
+    model = initialize_model(made.vllm_config)
+    if way == "layerwise":
+        process_weights_after_loading(model, made.vllm_config.model_config, CPU)
+    load, bias = ModelLoad(model, made.vllm_config, CPU), Spec(LAYER + "self_attn.o_proj.bias", (64,), torch.bfloat16)
+    load.plainly = way != "layerwise"
+    specs = [*made.specs, bias]
+    words = rf"^vLLM's LlamaForCausalLM has no place for 1 weights of the learner, such as {bias.name}"
+    if way == "regions":
+        assert re.search(words, load.regions(specs, ()).problem)
+        return
+    put_weights = load.load_trial if way == "in place" else load.load_staged
+    with pytest.raises(ValueError, match=words):
+        put_weights(policy(specs, 0).views())
 
 
 @pytest.mark.vllm

@@ -1,5 +1,6 @@
 """The arguments of a teacher server, what it refuses, and that its gate counts its own requests as progress."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -18,11 +19,19 @@ SOURCES = (
 TAUGHT = [*NEEDED, "--teacher.model=big", "--teacher.servers=1", "--teacher.port=6000", SOURCES]
 
 
-def test_each_server_has_its_teacher_its_port_and_room_for_a_sample_and_one_token_more() -> None:
-    config = load(TAUGHT)
+def with_folders(folder: Path, **files: object) -> list[str]:
+    for name in ("big", "small"):
+        (folder / name).mkdir()
+        (add_weights(folder / name) / "config.json").write_text(json.dumps(files.get(name, {})))
+    return [word.replace("=big", f"={folder}/big").replace("small", f"{folder}/small") for word in TAUGHT]
+
+
+def test_each_server_has_its_teacher_its_port_and_room_for_a_sample_and_one_token_more(tmp_path: Path) -> None:
+    config = load(with_folders(tmp_path))
     first, last = (teacher_server.arguments(config, number, cpu=False) for number in (0, 2))
-    assert (first["model"], first["port"], first["max_model_len"]) == ("big", 6000, 31)
-    assert (last["model"], last["port"], last["max_model_len"], last["dtype"]) == ("small", 6002, 99, "half")
+    assert (first["model"], first["port"], first["max_model_len"]) == (f"{tmp_path}/big", 6000, 31)
+    assert (last["port"], last["max_model_len"], last["dtype"]) == (6002, 99, "half")
+    assert last["model"] == f"{tmp_path}/small"
     assert first["runner"] == "generate" and first["middleware"].endswith("reward_server.TokenGate")
     words = command_line(teacher_server.arguments(config, 0, cpu=True))
     assert '--hf-overrides={"head_dtype": "float32"}' in words and "--enforce-eager" in words
@@ -37,12 +46,15 @@ def test_each_server_has_its_teacher_its_port_and_room_for_a_sample_and_one_toke
     ],
 )
 def test_a_name_of_no_server_is_refused(name: str, words: str, tmp_path: Path) -> None:
-    for folder in ("big", "small"):
-        (tmp_path / folder).mkdir()
-        (add_weights(tmp_path / folder) / "config.json").write_text("{}")
-    given = [word.replace("=big", f"={tmp_path}/big").replace("small", f"{tmp_path}/small") for word in TAUGHT]
     with pytest.raises(ValueError, match=words):
-        teacher_server.main(["--name", name, *given])
+        teacher_server.main(["--name", name, *with_folders(tmp_path)])
+
+
+def test_a_teacher_of_cohere_sees_as_many_tokens_as_transformers_lets_it(tmp_path: Path) -> None:
+    """vLLM 0.32 adds one to the window."""
+    config = load(with_folders(tmp_path, big={"model_type": "cohere2", "sliding_window": 512}))
+    given = teacher_server.arguments(config, 0, cpu=True)["hf_overrides"]
+    assert given == {"head_dtype": "float32", "sliding_window": 511}
 
 
 def test_a_run_without_teacher_servers_has_none_to_start() -> None:
