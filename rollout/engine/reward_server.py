@@ -10,7 +10,7 @@ import runpy
 import secrets
 import sys
 import warnings
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -24,7 +24,7 @@ from configs.schema import Config
 from rollout.engine.arguments import environment, on_cpu, unknown_fields
 from rollout.engine.door.leant_on import API_SERVER, moved
 from rollout.engine.http_connection import limit_connections
-from rollout.engine.reward_limits import HEAD_LIMITS, RequestLimits
+from rollout.engine.reward_limits import HEAD_LIMITS, App, RequestLimits
 from rollout.engine.vllm_variables import unreadable_variables
 
 PROG = "python -m rollout reward"
@@ -103,8 +103,12 @@ class TokenGate:
 
     host: ClassVar[str] = ""
     scores: ClassVar[str] = "/classify"
+    further: ClassVar[Sequence[Callable[[App], App]]] = ()
+    """Apps that answer some paths themselves, around vLLM's."""
 
-    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+    def __init__(self, app: App) -> None:
+        for around in self.further:
+            app = around(app)
         self.app = RequestLimits(app, self.host)
         self._expected = f"Bearer {load_token(Path(os.environ[KEYS_VARIABLE]))}".encode()
 

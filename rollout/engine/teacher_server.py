@@ -18,10 +18,10 @@ from configs.teachers import key_of
 from rollout.engine.arguments import HEAD, on_cpu, unknown_fields
 from rollout.engine.door.leant_on import moved
 from rollout.engine.model_overrides import overridden
-from rollout.engine.reward_limits import HEAD_LIMITS
+from rollout.engine.reward_limits import HEAD_LIMITS, App
 from rollout.engine.reward_server import LEVEL, TokenGate, command_line, run_api_server
 from rollout.engine.vllm_variables import unreadable_variables
-from rollout.teachers.teacher_client import PATH
+from rollout.teachers.messages import PATH
 
 PROG = "python -m rollout teacher"
 
@@ -36,9 +36,15 @@ def main(argv: Sequence[str]) -> int:
     folder = ready(config.buffer.address, config.run.path)
     load_token(folder)
     cpu = on_cpu(config)
-    TokenGate.host, TokenGate.scores = config.teacher.host, PATH
+    TokenGate.host, TokenGate.scores, TokenGate.further = config.teacher.host, PATH, [with_scores]
     run_api_server(folder, command_line(arguments(config, int(number), cpu)), cpu)
     return DONE
+
+
+def with_scores(app: App) -> App:
+    from rollout.engine.teacher_scores import TeacherScores  # vLLM is imported once its variables are set
+
+    return TeacherScores(app)
 
 
 def check_teacher_server(config: Config) -> None:

@@ -17,7 +17,7 @@ from rollout.errors import RewardError, TeacherError
 from rollout.rewards.models.http_model import ServersAway
 from rollout.rewards.models.own_servers import OwnServers
 from rollout.tasks.trajectory import Taught, Trajectory
-from rollout.teachers.teacher_client import Opinion, TeacherClient
+from rollout.teachers.teacher_client import Opinion, OwnTeacher, TeacherClient
 
 MOST_LOSSES = 3
 """A request may be what ends the run's servers."""
@@ -71,10 +71,11 @@ class Teacher:
     def __init__(self, config: TeacherConfig, source: str) -> None:
         self.source, given, urls = source, config.teachers[source], config.urls_of(source)
         key = key_of(config, source)
-        asked = {"url": urls, "model": given.model, "api_key_env": given.api_key_env}
+        asked: dict[str, Any] = {"url": urls, "model": given.model, "api_key_env": given.api_key_env}
         try:
-            limits = {"timeout_s": config.timeout_s, "retries": config.retries, "top_k": config.top_k}
-            self._client = TeacherClient.model_validate(asked | limits).called(key)
+            asked |= {"timeout_s": config.timeout_s, "retries": config.retries, "top_k": config.top_k, "name": key}
+            kind: type[OwnTeacher | TeacherClient] = OwnTeacher if given.servers else TeacherClient
+            self._client = kind.model_validate(asked)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]
             raise ValueError(f"{key}.{first['loc'][0]}: {first['msg'].removeprefix('Value error, ')}") from None

@@ -1,4 +1,5 @@
-"""Asks a vLLM server for a teacher's log-probabilities: `POST /v1/completions` with `prompt_logprobs`.
+"""Asks for a teacher's log-probabilities: the run's own servers for numbers in MessagePack, a server that was there
+already as vLLM's API wants it, by `POST /v1/completions` with `prompt_logprobs`.
 
 vLLM must sample some token after each text; nobody reads it.
 """
@@ -7,12 +8,14 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
-from pydantic import PrivateAttr
 
+from buffer.wire.message import Array
 from buffer.wire.values import LARGEST as MOST_TOKEN
 from buffer.wire.values import LEAST_LOGPROB
 from rollout.errors import TeacherError
 from rollout.rewards.models.http_model import HttpModel
+from rollout.teachers import messages
+from rollout.teachers.messages import CONTENT_TYPE, ScoreTexts
 
 PATH = "/v1/completions"
 SAMPLING = {"max_tokens": 1, "temperature": 0, "add_special_tokens": False}
@@ -32,15 +35,43 @@ class Opinion(NamedTuple):
     """float32 [sampled tokens, k]"""
 
 
-class TeacherClient(HttpModel):
-    """A teacher's servers."""
+class OwnTeacher(HttpModel):
+    """The servers that the run keeps for a teacher. `name`: of the teacher in errors."""
 
+    name: str = "teacher"
     top_k: int | None = None
-    _name: str = PrivateAttr("teacher")
 
-    def called(self, name: str) -> "TeacherClient":
-        self._name = name
-        return self
+    async def opinions(self, texts: Sequence[Sequence[int]], sampled: Sequence[np.ndarray]) -> list[Opinion]:
+        """`sampled`: [tokens] bool for each text. Raises TeacherError for an incomplete answer, RewardError as `post`
+        does."""
+        tokens = [Array.of(np.array(text, np.int32)) for text in texts]
+        places = [Array.of(of.astype(np.uint8)) for of in sampled]
+        asked = ScoreTexts(texts=tokens, sampled=places, top_k=self.top_k or 0)
+        reply = await self.post_bytes(messages.PATH, messages.packed(asked), CONTENT_TYPE)
+        try:
+            found = messages.read_answer(reply, asked)
+        except ValueError as error:
+            raise TeacherError(f"{self.name}: {error}") from None
+        return [
+            self._opinion(at, *(array.numpy() for array in arrays))
+            for at, arrays in enumerate(zip(found.logprobs, found.ids, found.top, strict=True))
+        ]
+
+    def _opinion(self, at: int, logprobs: np.ndarray, ids: np.ndarray, top: np.ndarray) -> Opinion:
+        for values in (logprobs, top):
+            if not np.isfinite(values).all():
+                wrong = float(values[~np.isfinite(values)][0])
+                raise TeacherError(f"{self.name}: a log-probability of text {at} is {wrong}")
+        if ids.size and ids.min() < 0:
+            raise TeacherError(f"{self.name}: token {ids.min()} among the most probable ones of text {at}")
+        return Opinion(logprobs) if self.top_k is None else Opinion(logprobs, ids, np.maximum(top, LEAST_LOGPROB))
+
+
+class TeacherClient(HttpModel):
+    """Servers of a teacher that were there already. `name`: of the teacher in errors."""
+
+    name: str = "teacher"
+    top_k: int | None = None
 
     async def opinions(self, texts: Sequence[Sequence[int]], sampled: Sequence[np.ndarray]) -> list[Opinion]:
         """`sampled`: [tokens] bool for each text. Raises TeacherError for an incomplete answer, RewardError as `post`
@@ -51,10 +82,10 @@ class TeacherClient(HttpModel):
             choices = sorted(reply["choices"], key=lambda one: one["index"])
             numbers, found = [each["index"] for each in choices], [each["prompt_logprobs"] for each in choices]
         except (KeyError, TypeError):
-            raise TeacherError(f"{self._name}: no completions but {str(reply)[:SHOWN_CHARS]}") from None
+            raise TeacherError(f"{self.name}: no completions but {str(reply)[:SHOWN_CHARS]}") from None
         if numbers != list(range(len(texts))):
             given = f"{len(found)} completions, of texts {numbers!r:.80}"
-            raise TeacherError(f"{self._name}: {given}, for {len(texts)} texts")
+            raise TeacherError(f"{self.name}: {given}, for {len(texts)} texts")
         each = zip(texts, found, sampled, strict=True)
         return [Opinion(self._of_tokens(text, entries), *self._tops(entries, of)) for text, entries, of in each]
 
@@ -70,13 +101,13 @@ class TeacherClient(HttpModel):
         try:
             known = {int(token): each["logprob"] for token, each in entry.items()}
         except (KeyError, TypeError, ValueError):
-            raise TeacherError(f"{self._name}: no tokens at {place} but {str(entry)[:SHOWN_CHARS]}") from None
+            raise TeacherError(f"{self.name}: no tokens at {place} but {str(entry)[:SHOWN_CHARS]}") from None
         if len(known) < number:
-            raise TeacherError(f"{self._name}: {len(known)} tokens at {place}; teacher.top_k is {number}")
+            raise TeacherError(f"{self.name}: {len(known)} tokens at {place}; teacher.top_k is {number}")
         wrong = (each for each in known.items() if not self._sound(*each))
         if (first := next(wrong, None)) is not None:
             token, logprob = first
-            raise TeacherError(f"{self._name}: log-probability {logprob!r:.40} of token {token!r:.20} at {place}")
+            raise TeacherError(f"{self.name}: log-probability {logprob!r:.40} of token {token!r:.20} at {place}")
         best = sorted(known.items(), key=lambda each: -each[1])[:number]
         return [(token, max(logprob, LEAST_LOGPROB)) for token, logprob in best]
 
@@ -89,15 +120,15 @@ class TeacherClient(HttpModel):
         number = len(entries) if isinstance(entries, list) else 0
         if number != len(text):
             why = "does its server know prompt_logprobs?" if not number else "it cuts texts"
-            raise TeacherError(f"{self._name}: prompt_logprobs of {number} tokens for {len(text)}; {why}")
+            raise TeacherError(f"{self.name}: prompt_logprobs of {number} tokens for {len(text)}; {why}")
         found = np.zeros(len(text), np.float32)
         for place, (token, entry) in enumerate(zip(text[1:], entries[1:], strict=True), 1):
             try:
                 logprob = entry[str(token)]["logprob"]
             except (KeyError, TypeError):
-                raise TeacherError(f"{self._name}: no log-probability of token {token} at {place}") from None
+                raise TeacherError(f"{self.name}: no log-probability of token {token} at {place}") from None
             if type(logprob) not in (int, float) or not abs(logprob) <= LARGEST:  # NaN is not
                 shown = repr(logprob)[:SHOWN_CHARS]
-                raise TeacherError(f"{self._name}: the log-probability of token {token} at {place} is {shown}")
+                raise TeacherError(f"{self.name}: the log-probability of token {token} at {place} is {shown}")
             found[place] = logprob
         return found

@@ -8,8 +8,8 @@ from aiohttp import web
 
 from tests.harness.ports import free_port
 
-Reply = Callable[[dict[str, Any], int], tuple[int, Any]]
-"""From the body of a request and its number to status and JSON, or text, of the response."""
+Reply = Callable[[Any, int], tuple[int, Any]]
+"""From the body of a request, JSON or bytes, and its number to status and JSON, text or bytes of the response."""
 
 
 def says(text: str, finish: str = "stop") -> dict[str, Any]:
@@ -34,7 +34,7 @@ class ModelServer:
         self.headers = headers
         self.reply, self.delay_s, self.port = reply, delay_s, port or free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        self.requests: list[tuple[str, dict[str, str], dict[str, Any]]] = []
+        self.requests: list[tuple[str, dict[str, str], Any]] = []
         self.at_once = self.most_at_once = 0
         self._least_at_once, self._enough = least_at_once, asyncio.Event()
 
@@ -54,7 +54,7 @@ class ModelServer:
         return web.Response()
 
     async def _answer(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
+        body = await (request.json() if request.content_type == "application/json" else request.read())
         number = len(self.requests)
         self.requests.append((request.path, dict(request.headers), body))
         self.at_once += 1
@@ -71,6 +71,8 @@ class ModelServer:
             assert request.transport is not None
             request.transport.abort()
             return web.Response()
+        if isinstance(answer, bytes):
+            return web.Response(status=status, body=answer, headers=self.headers)
         if isinstance(answer, str):
             return web.Response(status=status, text=answer, headers=self.headers)
         return web.json_response(answer, status=status, headers=self.headers)

@@ -1,4 +1,5 @@
-"""A stand-in teacher: a function of the texts it is asked about, behind vLLM's `/v1/completions`, in this process.
+"""A stand-in teacher: a function of the texts it is asked about, in this process. It answers as vLLM does, and as the
+run's own teacher servers do.
 
 `python -m tests.harness.teaching PORT` runs it in a process of its own.
 """
@@ -7,7 +8,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
+
+from buffer.wire.message import Array
 from configs.inner_command import inner_words
+from rollout.teachers.messages import Scores, packed, read_request
 from tests.harness.model_server import ModelServer
 
 OTHERS = 1000
@@ -44,9 +49,27 @@ def completions(body: dict[str, Any], opinion: Opinion = by_context) -> dict[str
     return {"object": "text_completion", "choices": choices[::-1]}
 
 
+def scores(body: bytes, opinion: Opinion = by_context) -> Scores:
+    """What the run's own teacher server answers to a request of OwnTeacher."""
+    asked, made = read_request(body), Scores(logprobs=[], ids=[], top=[])
+    for text, sampled in zip(asked.texts, asked.sampled, strict=True):
+        tokens, places = text.numpy().tolist(), int(sampled.numpy().sum())
+        own = [opinion(tokens, place) if place else 0.0 for place in range(len(tokens))]
+        others = np.arange(asked.top_k)
+        made.logprobs.append(Array.of(np.array(own, np.float32)))
+        made.ids.append(Array.of(np.tile(OTHERS + others, (places, 1)).astype(np.int32)))
+        made.top.append(Array.of(np.tile(-8.0 - others, (places, 1)).astype(np.float32)))
+    return made
+
+
+def answered(body: Any, opinion: Opinion = by_context) -> Any:
+    """The answer to a request of either kind."""
+    return packed(scores(body, opinion)) if isinstance(body, bytes) else completions(body, opinion)
+
+
 def teacher_server(opinion: Opinion = by_context, **options: Any) -> ModelServer:
     """A server that answers every request."""
-    return ModelServer(lambda body, number: (200, completions(body, opinion)), **options)
+    return ModelServer(lambda body, number: (200, answered(body, opinion)), **options)
 
 
 async def serve(port: int) -> None:

@@ -163,12 +163,18 @@ FRONT = (
         " extra_args eos_token_id repetition_detection routed_experts_prompt_start",
         calls=(
             "SamplingParams(max_tokens=..., temperature=..., stop_token_ids=..., logprobs=..., detokenize=...,"
-            " output_kind=..., skip_clone=..., prompt_logprobs=...)",
+            " output_kind=..., skip_clone=..., prompt_logprobs=..., flat_logprobs=...)",
         ),
     ),
     Need("vllm.sampling_params.RequestOutputKind", "one output for a sequence", has="FINAL_ONLY"),
     Need("vllm.outputs.RequestOutput", "what the probe's text gets", has="prompt_logprobs"),
     Need("vllm.logprobs.Logprob", "what the probe's text gets", has="logprob"),
+    Need("vllm.logprobs.FlatLogprobs", "what a teacher's server gives", has="token_ids logprobs"),
+    Need(
+        "vllm.entrypoints.openai.api_server.init_app_state",
+        "it sets `state.engine_client`, by which a teacher's server reaches its engine",
+        calls=("init_app_state(engine_client, state, args)",),
+    ),
     Need("vllm.lora.request.LoRARequest", "the adapter", calls=("LoRARequest(lora_name, lora_int_id, lora_path)",)),
     Need("vllm.inputs.engine.tokens_input", "a prompt", calls=("tokens_input(prompt_token_ids, cache_salt=...)",)),
     Need(

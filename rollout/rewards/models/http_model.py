@@ -11,7 +11,7 @@ import random
 from collections.abc import Sequence
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
 from urllib.parse import urlsplit
 
 from pydantic import Field, PrivateAttr, field_validator
@@ -93,18 +93,32 @@ class HttpModel(Section):
 
     async def post(self, path: str, body: dict[str, Any]) -> Any:
         """Return the JSON that a server answers. Raises RewardError, ServersAway."""
+        body = {"model": self.model, **body} if self.model else body
+        answer = await self._post(path, {"json": body})
+        try:
+            return json.loads(answer.text)
+        except ValueError:
+            raise RewardError(f"{answer.url}: no JSON but {answer.line}") from None
+
+    async def post_bytes(self, path: str, body: bytes, kind: str) -> bytes:
+        """Return the bytes that a server answers to `body` of the content type `kind`. Raises RewardError,
+        ServersAway."""
+        return (await self._post(path, {"data": body, "headers": {"Content-Type": kind}})).data
+
+    async def _post(self, path: str, sent: dict[str, Any]) -> "HttpAnswer":
         if self._session is None:
             self._session = self._open()
-        body = {"model": self.model, **body} if self.model else body
-        for attempt in count():
+        attempt = 0
+        while True:
             try:
-                return await self._post_once(self._session, path, body)
+                return await self._post_once(self._session, path, sent)
             except TryAgain as error:
                 if attempt >= self.retries or (self._own and isinstance(error.failure, ServersAway)):
                     error.failure.temporary = True
                     raise error.failure from None
                 wait_s = min(MOST_WAIT_S, self._first_wait_s * 2**attempt) * random.uniform(0.75, 1.25)
                 await asyncio.sleep(max(wait_s, error.wait_s))
+                attempt += 1
 
     def _open(self) -> "aiohttp.ClientSession":
         import aiohttp  # takes a fifth of a second
@@ -114,16 +128,17 @@ class HttpModel(Section):
         connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=IDLE_S)
         return aiohttp.ClientSession(headers=key, connector=connector, timeout=aiohttp.ClientTimeout(self.timeout_s))
 
-    async def _post_once(self, session: "aiohttp.ClientSession", path: str, body: dict[str, Any]) -> Any:
+    async def _post_once(self, session: "aiohttp.ClientSession", path: str, sent: dict[str, Any]) -> "HttpAnswer":
         import aiohttp
 
         first, reason = next(self._turn) % len(self.urls), ""
         for base in [*self.urls[first:], *self.urls[:first]]:
             url = base.rstrip("/") + path
             try:
-                async with session.post(url, json=body, proxy=proxy_of(url)) as response:
-                    text = await response.text(errors="replace")
-                    return self._read(url, response.status, text, response.headers.get("Retry-After", ""))
+                async with session.post(url, **sent, proxy=proxy_of(url)) as response:
+                    answer = HttpAnswer(url, await response.read(), response.get_encoding())
+                    self._check(answer, response.status, response.headers.get("Retry-After", ""))
+                    return answer
             except aiohttp.ClientConnectorError as error:
                 through = f" (through the proxy {proxy_of(url)})" if proxy_of(url) else ""
                 reason = reason or f"{url}: {error}{through}"
@@ -134,17 +149,30 @@ class HttpModel(Section):
                 raise TryAgain(ServersAway(f"{url}: {type(error).__name__}: {error}")) from None
         raise TryAgain(ServersAway(reason))
 
-    def _read(self, url: str, status: int, text: str, retry_after: str) -> Any:
-        line = next((line.strip() for line in text.splitlines() if line.strip()), "nothing")[:BODY_CHARS]
+    def _check(self, answer: "HttpAnswer", status: int, retry_after: str) -> None:
         if status >= 500 or status in PASSING:
             wait_s = float(retry_after) if retry_after.isdigit() else 0.0
-            raise TryAgain(RewardError(f"{url}: status {status}: {line}"), min(wait_s, 4 * MOST_WAIT_S))
+            failure = RewardError(f"{answer.url}: status {status}: {answer.line}")
+            raise TryAgain(failure, min(wait_s, 4 * MOST_WAIT_S))
         if status != 200:
-            raise RewardError(f"{url}: status {status}: {line}")
-        try:
-            return json.loads(text)
-        except ValueError:
-            raise RewardError(f"{url}: no JSON but {line}") from None
+            raise RewardError(f"{answer.url}: status {status}: {answer.line}")
+
+
+class HttpAnswer(NamedTuple):
+    """What a server answered."""
+
+    url: str
+    data: bytes
+    encoding: str
+
+    @property
+    def text(self) -> str:
+        return self.data.decode(self.encoding, errors="replace")
+
+    @property
+    def line(self) -> str:
+        """The first line with words."""
+        return next((line.strip() for line in self.text.splitlines() if line.strip()), "nothing")[:BODY_CHARS]
 
 
 class AnswerTemplate:

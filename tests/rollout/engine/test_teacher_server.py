@@ -9,7 +9,7 @@ from configs.load import ConfigError, load
 from rollout.engine import teacher_server
 from rollout.engine.reward_server import TokenGate, command_line
 from rollout.evaluate import check_evaluated
-from rollout.teachers.teacher_client import PATH
+from rollout.teachers.messages import PATH
 from tests.harness.weightless import add_weights
 
 NEEDED = ["--model.path=m", "--data.train=d.jsonl", "--data.max_prompt_tokens=10", "--sampling.max_tokens=20"]
@@ -35,7 +35,7 @@ def test_each_server_has_its_teacher_its_port_and_room_for_a_sample_and_one_toke
     assert first["runner"] == "generate" and first["middleware"].endswith("reward_server.TokenGate")
     words = command_line(teacher_server.arguments(config, 0, cpu=True))
     assert '--hf-overrides={"head_dtype": "float32"}' in words and "--enforce-eager" in words
-    assert "--no-enable-prefix-caching" in words and TokenGate.scores == "/classify" and PATH == "/v1/completions"
+    assert "--no-enable-prefix-caching" in words and TokenGate.scores == "/classify" and PATH == "/headrace/scores"
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from buffer.wire.message import Array
 from buffer.wire.protocol import WorkItem
 from buffer.wire.sample import Sample, sample_stats
 from buffer.wire.values import Bounds
@@ -19,12 +20,13 @@ from rollout.episodes.episode import Episodes, Failure, Group
 from rollout.episodes.setup import RolloutSetup
 from rollout.rewards.no_reward import NoReward
 from rollout.tasks.trajectory import Generate, Problem, Recorded, Trajectory, single_turn
+from rollout.teachers.messages import PATH, Scores, packed
 from rollout.teachers.scoring import Teachers
 from tests.harness.fakes import FakeEngine, FakePrompts, FakeRewards, fake_sampler, until
 from tests.harness.keys import TOKEN, give_keys
 from tests.harness.model_server import ModelServer
 from tests.harness.ports import free_port
-from tests.harness.teaching import OTHERS, by_context, completions, teacher_server
+from tests.harness.teaching import OTHERS, answered, by_context, completions, scores, teacher_server
 from tests.harness.toy import ROOT
 
 RUN = ROOT / "examples/countdown/quickstart.yaml"
@@ -279,7 +281,7 @@ async def test_the_runs_own_teacher_is_waited_for_and_asked_with_the_token(tmp_p
         early = asyncio.create_task(made.run(item()))
         await until(lambda: teachers.stats()["teacher"] == 3.0)
         assert not early.done() and teachers.stats()["teacher"] == 3.0
-        reply = lambda body, number: (0, "") if number == 0 else (200, completions(body))  # noqa: E731
+        reply = lambda body, number: (0, "") if number == 0 else (200, answered(body))  # noqa: E731
         async with ModelServer(reply, port=port) as server:
             outcome = await asyncio.wait_for(early, 120)
         assert [headers["Authorization"] for _, headers, _ in server.requests] == [f"Bearer {TOKEN}"] * 2
@@ -315,3 +317,64 @@ async def test_an_episode_that_is_abandoned_leaves_no_request(tmp_path: Path) ->
         assert made.teachers is not None
         await asyncio.sleep(0)
         assert made.teachers.stats()["teacher"] == 0.0
+
+
+@asynccontextmanager
+async def own_teacher(folder: Path, change: Callable[[Scores], Any], top_k: int | None = 2) -> AsyncIterator[Episodes]:
+    """Episodes whose teacher is a server of the run that answers what `change` makes of the right answer."""
+    port, keys = free_port(), give_keys(folder / "run")
+    config = TeacherConfig(model="big", servers=1, port=port, top_k=top_k)
+    reply = lambda body, number: (200, change(scores(body)))  # noqa: E731
+    async with ModelServer(reply, port=port) as server, episodes(config, keys) as made:
+        yield made
+    assert {path for path, _, _ in server.requests} == {PATH}
+
+
+@pytest.mark.parametrize("top_k", [None, 2])
+async def test_the_runs_own_teacher_gives_what_another_server_gives(tmp_path: Path, top_k: int | None) -> None:
+    async with own_teacher(tmp_path, packed, top_k) as made:
+        own = await made.run(item())
+    async with teacher_server() as server, episodes(TeacherConfig(url=server.url, top_k=top_k)) as made:
+        other = await made.run(item())
+    assert isinstance(own, Group) and isinstance(other, Group)
+    for mine, theirs in zip(own.samples, other.samples, strict=True):
+        assert mine.teacher_logprobs.numpy().tolist() == theirs.teacher_logprobs.numpy().tolist() == expected(mine)
+        tops = mine.teacher_top, theirs.teacher_top
+        if top_k is None:
+            assert tops == (None, None)
+        else:
+            assert [top.ids.numpy().shape for top in tops] == [(2, top_k)] * 2
+
+
+def with_number(scores: Scores, name: str, number: float) -> bytes:
+    """`scores` with another number as the last one of the first text's `name`."""
+    arrays = list(getattr(scores, name))
+    values = arrays[0].numpy().copy()
+    values.flat[-1] = number
+    return packed(scores.model_copy(update={name: [Array.of(values), *arrays[1:]]}))
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (lambda answer: with_number(answer, "logprobs", np.nan), "teacher: a log-probability of text 0 is nan"),
+        (lambda answer: with_number(answer, "top", -np.inf), "teacher: a log-probability of text 0 is -inf"),
+        (lambda answer: with_number(answer, "ids", -1), "teacher: token -1 among the most probable ones of text 0"),
+        (lambda answer: packed(answer)[:-1], "teacher: not MessagePack"),
+        (lambda answer: "{}", "teacher: not MessagePack"),
+        (
+            lambda answer: packed(answer.model_copy(update={"logprobs": answer.logprobs[:2]})),
+            "teacher: Scores: 2 texts, of 3 asked for",
+        ),
+        (
+            lambda answer: packed(answer.model_copy(update={"top": [Array.of(np.zeros((2, 1), np.float32))] * 3})),
+            "teacher: Scores.top.0: float32[2, 1], not float32[2, 2]",
+        ),
+    ],
+)
+async def test_an_answer_of_the_runs_own_teacher_that_lacks_a_number_fails_the_attempt(
+    tmp_path: Path, change: Callable[[Scores], Any], words: str
+) -> None:
+    async with own_teacher(tmp_path, change) as made:
+        outcome = await made.run(item())
+    assert isinstance(outcome, Failure) and outcome.kind == "engine" and outcome.reason.startswith(words)

@@ -24,20 +24,23 @@ ROOT = Path(__file__).parents[4]
 DOOR = ROOT / "rollout" / "engine" / "door"
 HOLDERS = (
     *("vllm_engine.py", "joined_requests.py", "worker.py", "model_load.py", "image_input.py", "chat_parser.py"),
+    "teacher_scores.py",
     *("recorded_copies.py", "scheduling/scheduler.py", "scheduling/plain_steps.py", "scheduling/record.py"),
     *("lora/adapter_load.py", "experts/expert_kernels.py"),
 )
 """Files that hold objects of vLLM."""
 PLAIN = (
     *(object, list, dict, set, str, bytes, bytearray, Path, array.array, np.ndarray, torch.Tensor, torch.nn.Module),
-    *(torch, asyncio, asyncio.Future, asyncio.Task, os, logging, logging.Logger, itertools, time, gc, signal),
+    *(torch, np, asyncio, asyncio.Future, asyncio.Task, os, logging, logging.Logger, itertools, time, gc, signal),
 )
 """What has the attributes that are not vLLM's."""
 FURTHER = {
     *("ascii_letters", "co_names", "current_stream", "enter_context", "get_tensor", "record_event", "set_stance"),
     *("setter", "to_dict", "Scalar", "_schema", "is_mutable", "is_view", "errors", "Module", "tie_word_embeddings"),
+    "engine_client",
 }
-"""Attributes of others: Python's, torch's, safetensors', transformers'."""
+"""Attributes of others: Python's, torch's, safetensors', transformers'. `engine_client` is what vLLM's `init_app_state`
+sets."""
 
 
 def named(need: Need) -> Iterator[str]:
