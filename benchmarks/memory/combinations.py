@@ -140,5 +140,6 @@ SMALL = [
     forced("speck-gpt-oss", "none"),
     forced("speck", "none", ranks=2),
     with_critic("speck", "none"),
+    with_critic("speck", "none", ranks=2),
 ]
 """For a CPU, which has no peak: they show that the command works."""

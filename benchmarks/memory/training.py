@@ -25,10 +25,10 @@ from configs.critic import keeps_critic
 from configs.publishing import copies_over
 from configs.schema import Config
 from learner.critic.critic import Critic
-from learner.model.memory import GIB, gpu_memory, memory_budget
+from learner.model.memory import GIB, gpu_memory
 from learner.model.policy import Policy
 from learner.model.settled import keeps_reference
-from learner.starting import decide_gather, decide_speed
+from learner.starting import decide_budget, decide_gather, decide_speed
 from learner.train.optimizer import Optimizer
 from learner.train.step import Algorithm
 
@@ -68,7 +68,7 @@ def train(combination: Combination, explain: bool) -> dict[str, Any]:
     with_reference = keeps_reference(config)
     sends = copies_over(config, combination.ranks, mesh.get_rank())
     memory = gpu_memory(device)
-    expected, budget = memory_budget(config, device, combination.ranks, with_reference, sends)
+    expected, budget = decide_budget(config, device, mesh, with_reference, sends, 0)
     found: dict[str, Any] = {"budget": budget, "settings": {key: getattr(config.learner, key) for key in SETTINGS}}
     found |= {"memory": memory, "sends": sends, "described": expected.describe(budget)}
     # the copies for servers are not made here, so as much memory is held in their place
