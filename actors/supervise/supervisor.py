@@ -19,7 +19,7 @@ from configs.entrypoint import BAD_INPUT, DATA_ENDED, DONE, FAILED, GIVEN_UP, St
 
 FAILED_DRAIN_S = 30.0
 """Limit of a drain: a failed run's checkpoint may never come."""
-LAST_EVENTS_S = 5.0
+LAST_EVENTS_S = 15.0
 LOST_S = 15.0
 """A keeper silent for so long after a drain is lost with its machine."""
 DRAIN_ORDER = ("learner", *SERVERS, "buffer")

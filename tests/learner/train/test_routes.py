@@ -133,7 +133,7 @@ def test_packing_changes_nothing(tmp_path: Path, mesh, batch) -> None:
     one, sums = found(policy, entries, 10**6)
     many, others = found(policy, entries, 90)
     close(one, many)
-    torch.testing.assert_close(sums["moe"], others["moe"])
+    torch.testing.assert_close(sums["moe"], others["moe"], rtol=1e-6, atol=1e-6)  # sums of float32
     shared, fewer = found(policy, entries, 150, share=True)
     close(one, shared, 3e-5)
     if batch is make_groups:  # each prompt's tokens are routed, and counted, once
