@@ -18,7 +18,7 @@ KEYS = {"reward", "adapter", "files"}
 SUMS, OWN_SUM = "crc32c", "manifest_crc32c"
 """CRC32C of each file, and of the manifest without this key."""
 POSITION, FORKED = "position", "forked"
-"""How far demonstrations were read, and that another run begins with the checkpoint, which reads its own."""
+"""Keys of a manifest: the position among demonstrations, and whether the checkpoint was copied into a new run."""
 CHUNK_BYTES = 1 << 20
 REPLACED, DAMAGED = ".old", ".damaged"
 """Endings of folders that are being replaced, or whose files are damaged."""

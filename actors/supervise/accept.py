@@ -165,7 +165,7 @@ def copy(source: Source, run: Path) -> None:
 
 
 def _note_fork(checkpoint: Path) -> None:
-    """Its rows of demonstrations were of the other run."""
+    """Record in the manifest that another run made the checkpoint: its position among demonstrations is no use here."""
     manifest = manifest_of(checkpoint)
     if "files" in manifest:  # an earlier release wrote the files alone
         manifest = {name: value for name, value in manifest.items() if name != POSITION} | {FORKED: True}

@@ -172,7 +172,7 @@ def _is_plain(kind: pa.DataType) -> bool:
 
 
 def _is_number(kind: pa.DataType) -> bool:
-    """Also of nulls."""
+    """Whether values are numbers or booleans. True for a column of nulls, too."""
     types = pa.types
     number = types.is_integer(kind) or types.is_float32(kind) or types.is_float64(kind)
     return bool(number or types.is_boolean(kind) or types.is_decimal(kind) or types.is_null(kind))

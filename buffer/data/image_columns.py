@@ -33,7 +33,7 @@ MAGIC = re.compile(
 )
 """The first bytes of PNG, JPEG, GIF, TIFF, WEBP, BMP, AVIF and HEIC files."""
 AS_TEXT = r"^\s*(data:(image|video)/|(iVBORw0KGgo|/9j/|R0lGOD[dl]h|UklGR.{6}XRUJQ)[A-Za-z0-9+/]{16})"
-"""The begin of a data URL, and of PNG, JPEG, GIF and WEBP files in base64. Also a pattern of Arrow."""
+"""How data URLs begin, and PNG, JPEG, GIF and WEBP files in base64. Arrow reads this pattern too."""
 WRITTEN = re.compile(AS_TEXT)
 SEPARATE = (IMAGES, "videos", "prompt", "problem", "answer", "reward_model")
 """Columns whose images are read or have an error of their own, and what only the reward sees."""
