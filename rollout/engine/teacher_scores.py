@@ -28,10 +28,10 @@ Found = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class TeacherScores:
-    """An ASGI app: answers PATH, and hands all other requests to `app`."""
+    """An ASGI app: answers PATH, and hands all other requests to `app`. `model`: the teacher's name in the run file."""
 
-    def __init__(self, app: App) -> None:
-        self.app = app
+    def __init__(self, model: str, app: App) -> None:
+        self.model, self.app = model, app
         self._numbers = itertools.count()
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
@@ -46,6 +46,8 @@ class TeacherScores:
             await respond(send, 200, CONTENT_TYPE, packed(found))
 
     async def _scores(self, engine: AsyncLLM, asked: ScoreTexts) -> Scores:
+        if asked.model != self.model:
+            raise ValueError(f"ScoreTexts.model: {asked.model}, but this server has {self.model}")
         vocabulary = engine.model_config.get_vocab_size()
         for at, text in enumerate(asked.texts):
             wrong = next((token for token in text.numpy().tolist() if not 0 <= token < vocabulary), None)

@@ -15,12 +15,16 @@ from rollout.teachers.messages import PATH, Scores, ScoreTexts, packed, read_ans
 from tests.harness.engines import DENSE_VOCABULARY, SharedEngine
 from tests.harness.published import scores, tiny_qwen2
 
+MODEL = "teachers/big"
 TEXTS = [[5, 6, 7, 8, 9, 10, 11], [3, 4], [200]]
 SAMPLED = [[0, 0, 1, 0, 1, 1, 0], [0, 1], [0]]
 
 
-def request(texts: list[list[int]] = TEXTS, sampled: list[list[int]] = SAMPLED, top_k: int = 0) -> ScoreTexts:
+def request(
+    texts: list[list[int]] = TEXTS, sampled: list[list[int]] = SAMPLED, top_k: int = 0, model: str = MODEL
+) -> ScoreTexts:
     return ScoreTexts(
+        model=model,
         texts=[Array.of(np.array(text, np.int32)) for text in texts],
         sampled=[Array.of(np.array(each, np.uint8)) for each in sampled],
         top_k=top_k,
@@ -49,7 +53,7 @@ async def posted(body: bytes, engine: Any = None, path: str = PATH) -> tuple[int
         await send({"type": "http.response.body", "body": b"behind"})
 
     app = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
-    await TeacherScores(behind)({"type": "http", "method": "POST", "path": path, "app": app}, receive, send)
+    await TeacherScores(MODEL, behind)({"type": "http", "method": "POST", "path": path, "app": app}, receive, send)
     return sent[0]["status"], sent[1]["body"]
 
 
@@ -109,6 +113,7 @@ def test_what_vllm_refuses_is_an_error_of_the_request(
         (packed(request(sampled=SAMPLED[:2])), b"ScoreTexts: 3 texts, 2 of sampled"),
         (packed(request(sampled=[[0], *SAMPLED[1:]])), b"ScoreTexts.sampled.0: uint8[1] for a text of 7"),
         (packed(request([[], *TEXTS[1:]], [[], *SAMPLED[1:]])), b"ScoreTexts.texts.0: int32[0]; a text is int32"),
+        (packed(request(model="small")), b"ScoreTexts.model: small, but this server has teachers/big"),
     ],
 )
 async def test_another_request_is_refused_in_one_line(body: bytes, words: bytes) -> None:
