@@ -6,6 +6,7 @@ vLLM's `/v1/completions` turns each token into text and JSON: 22 us of one Pytho
 
 import asyncio
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,10 +29,10 @@ Found = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 class TeacherScores:
-    """An ASGI app: answers PATH, and hands all other requests to `app`."""
+    """An ASGI app: answers PATH, and hands all other requests to `app`. `model`: the teacher's name in the run file."""
 
-    def __init__(self, app: App) -> None:
-        self.app = app
+    def __init__(self, model: str, app: App) -> None:
+        self.model, self.app = model, app
         self._numbers = itertools.count()
 
     async def __call__(self, scope: dict[str, Any], receive: Receive, send: Send) -> None:
@@ -46,15 +47,23 @@ class TeacherScores:
             await respond(send, 200, CONTENT_TYPE, packed(found))
 
     async def _scores(self, engine: AsyncLLM, asked: ScoreTexts) -> Scores:
+        if asked.model != self.model:
+            raise ValueError(f"ScoreTexts.model: {asked.model}, but this server has {self.model}")
         vocabulary = engine.model_config.get_vocab_size()
         for at, text in enumerate(asked.texts):
             wrong = next((token for token in text.numpy().tolist() if not 0 <= token < vocabulary), None)
             if wrong is not None:  # it would end vLLM's process
                 raise ValueError(f"ScoreTexts.texts.{at}: token {wrong} is out of vocabulary; {vocabulary} are known")
         pairs = zip(asked.texts, asked.sampled, strict=True)
-        found = await asyncio.gather(
-            *(self._of(engine, text.numpy(), sampled.numpy().astype(bool), asked.top_k) for text, sampled in pairs)
-        )
+        asking = [
+            asyncio.ensure_future(self._of(engine, text.numpy(), sampled.numpy().astype(bool), asked.top_k))
+            for text, sampled in pairs
+        ]
+        try:
+            found = await asyncio.gather(*asking)
+        finally:
+            for each in asking:
+                each.cancel()  # vLLM goes on with the others if it refuses one
         logprobs, ids, top = ([Array.of(each[at]) for each in found] for at in range(3))
         return Scores(logprobs=logprobs, ids=ids, top=top)
 
@@ -78,6 +87,8 @@ def arrays(
 ) -> Found:
     """`token_ids` and `logprobs`: for each token but the first, its own and then those of the `top_k` most probable."""
     shape = len(text) - 1, 1 + top_k
+    if len(token_ids) != math.prod(shape):  # vLLM aborts requests when it ends
+        raise RuntimeError(f"vLLM ended a text of {len(text)} tokens with {len(token_ids)} log-probabilities")
     ids, values = np.array(token_ids, np.int32).reshape(shape), np.array(logprobs, np.float32).reshape(shape)
     if not np.array_equal(ids[:, 0], text[1:]):
         raise RuntimeError("vLLM's log-probabilities are of other tokens than the text's")

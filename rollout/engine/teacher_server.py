@@ -4,7 +4,7 @@ The number in `--name` chooses port and teacher. Rollout servers ask over HTTP w
 signal; exit codes: 0 ended by a signal, 1 failed, 2 refused. vLLM's processes die with it.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from buffer.curve import ready
@@ -36,15 +36,19 @@ def main(argv: Sequence[str]) -> int:
     folder = ready(config.buffer.address, config.run.path)
     load_token(folder)
     cpu = on_cpu(config)
-    TokenGate.host, TokenGate.scores, TokenGate.further = config.teacher.host, PATH, [with_scores]
-    run_api_server(folder, command_line(arguments(config, int(number), cpu)), cpu)
+    served = arguments(config, int(number), cpu)
+    TokenGate.host, TokenGate.scores, TokenGate.further = config.teacher.host, PATH, [with_scores(served["model"])]
+    run_api_server(folder, command_line(served), cpu)
     return DONE
 
 
-def with_scores(app: App) -> App:
-    from rollout.engine.teacher_scores import TeacherScores  # vLLM is imported once its variables are set
+def with_scores(model: str) -> Callable[[App], App]:
+    def around(app: App) -> App:
+        from rollout.engine.teacher_scores import TeacherScores  # vLLM is imported once its variables are set
 
-    return TeacherScores(app)
+        return TeacherScores(model, app)
+
+    return around
 
 
 def check_teacher_server(config: Config) -> None:

@@ -5,7 +5,7 @@ from typing import Annotated
 
 from pydantic import Field
 
-from buffer.wire.message import Array, Many, Message, pack, unpack
+from buffer.wire.message import Array, LongName, Many, Message, pack, unpack
 
 PATH = "/headrace/scores"
 CONTENT_TYPE = "application/msgpack"
@@ -16,9 +16,11 @@ class ScoreTexts(Message):
     """Ask for the log-probabilities of each token of `texts`, given the tokens before it.
 
     >>> tokens, sampled = np.array([5, 6, 7], np.int32), np.array([0, 1, 1], np.uint8)
-    >>> ScoreTexts(texts=[Array.of(tokens)], sampled=[Array.of(sampled)], top_k=0)
+    >>> ScoreTexts(model="Qwen/Qwen2.5-7B-Instruct", texts=[Array.of(tokens)], sampled=[Array.of(sampled)], top_k=0)
     """
 
+    model: LongName
+    """As the run file names the teacher; a server of another model refuses."""
     texts: Many[Array]
     """[tokens] int32 each"""
     sampled: Many[Array]

@@ -46,7 +46,7 @@ class OwnTeacher(HttpModel):
         does."""
         tokens = [Array.of(np.array(text, np.int32)) for text in texts]
         places = [Array.of(of.astype(np.uint8)) for of in sampled]
-        asked = ScoreTexts(texts=tokens, sampled=places, top_k=self.top_k or 0)
+        asked = ScoreTexts(model=self.model or "", texts=tokens, sampled=places, top_k=self.top_k or 0)
         reply = await self.post_bytes(messages.PATH, messages.packed(asked), CONTENT_TYPE)
         try:
             found = messages.read_answer(reply, asked)

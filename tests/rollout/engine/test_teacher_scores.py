@@ -1,6 +1,7 @@
 """What a teacher server of the run answers to `POST /headrace/scores`: log-probabilities of vLLM, and refusals."""
 
 import asyncio
+from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -10,17 +11,23 @@ import pytest
 import torch
 
 from buffer.wire.message import Array
+from rollout.engine.door.vllm_client import VLLMValidationError
 from rollout.engine.teacher_scores import TeacherScores, arrays, unless_gone
 from rollout.teachers.messages import PATH, Scores, ScoreTexts, packed, read_answer, read_request
 from tests.harness.engines import DENSE_VOCABULARY, SharedEngine
+from tests.harness.fakes import until
 from tests.harness.published import scores, tiny_qwen2
 
+MODEL = "teachers/big"
 TEXTS = [[5, 6, 7, 8, 9, 10, 11], [3, 4], [200]]
 SAMPLED = [[0, 0, 1, 0, 1, 1, 0], [0, 1], [0]]
 
 
-def request(texts: list[list[int]] = TEXTS, sampled: list[list[int]] = SAMPLED, top_k: int = 0) -> ScoreTexts:
+def request(
+    texts: list[list[int]] = TEXTS, sampled: list[list[int]] = SAMPLED, top_k: int = 0, model: str = MODEL
+) -> ScoreTexts:
     return ScoreTexts(
+        model=model,
         texts=[Array.of(np.array(text, np.int32)) for text in texts],
         sampled=[Array.of(np.array(each, np.uint8)) for each in sampled],
         top_k=top_k,
@@ -49,7 +56,7 @@ async def posted(body: bytes, engine: Any = None, path: str = PATH) -> tuple[int
         await send({"type": "http.response.body", "body": b"behind"})
 
     app = SimpleNamespace(state=SimpleNamespace(engine_client=engine))
-    await TeacherScores(behind)({"type": "http", "method": "POST", "path": path, "app": app}, receive, send)
+    await TeacherScores(MODEL, behind)({"type": "http", "method": "POST", "path": path, "app": app}, receive, send)
     return sent[0]["status"], sent[1]["body"]
 
 
@@ -109,6 +116,7 @@ def test_what_vllm_refuses_is_an_error_of_the_request(
         (packed(request(sampled=SAMPLED[:2])), b"ScoreTexts: 3 texts, 2 of sampled"),
         (packed(request(sampled=[[0], *SAMPLED[1:]])), b"ScoreTexts.sampled.0: uint8[1] for a text of 7"),
         (packed(request([[], *TEXTS[1:]], [[], *SAMPLED[1:]])), b"ScoreTexts.texts.0: int32[0]; a text is int32"),
+        (packed(request(model="small")), b"ScoreTexts.model: small, but this server has teachers/big"),
     ],
 )
 async def test_another_request_is_refused_in_one_line(body: bytes, words: bytes) -> None:
@@ -126,6 +134,41 @@ def test_numbers_of_other_tokens_are_no_answer() -> None:
     assert own.tolist() == [0.0, -1.0, -9999.0] and ids.tolist() == [[9]] and top.tolist() == [[-0.5]]
     with pytest.raises(RuntimeError, match="of other tokens than the text's"):
         arrays(text, sampled, 0, [5, 7], [-1.0, -2.0])
+
+
+class Vllm:
+    """Refuses texts of two tokens, and ends others only when they are cancelled, or at once, as vLLM's end does."""
+
+    model_config = SimpleNamespace(get_vocab_size=lambda: 512)
+
+    def __init__(self, ends: bool = False) -> None:
+        self.ends, self.running, self.most_running = ends, 0, 0
+
+    async def generate(self, prompt: Any, parameters: Any, request_id: str) -> AsyncIterator[Any]:
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        try:
+            await asyncio.sleep(0)
+            if len(prompt["prompt_token_ids"]) == 2:
+                raise VLLMValidationError("too long")
+            if not self.ends:
+                await asyncio.Event().wait()
+            yield SimpleNamespace(prompt_logprobs=SimpleNamespace(token_ids=[], logprobs=[]))
+        finally:
+            self.running -= 1
+
+
+async def test_a_refused_text_ends_the_work_for_the_others() -> None:
+    vllm = Vllm()
+    assert await posted(packed(request()), vllm) == (400, b"too long")
+    await until(lambda: vllm.running == 0, 10)
+    assert (vllm.running, vllm.most_running) == (0, 3)
+
+
+async def test_texts_that_vllm_aborts_are_no_fault_of_the_request() -> None:
+    """Any error but ValueError is answered with status 500, and the request is made again."""
+    with pytest.raises(RuntimeError, match="vLLM ended a text of 7 tokens with 0 log-probabilities"):
+        await posted(packed(request(TEXTS[:1], SAMPLED[:1])), Vllm(ends=True))
 
 
 async def test_work_for_a_client_that_left_is_cancelled() -> None:

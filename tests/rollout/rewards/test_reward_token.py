@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from buffer.keys import KeysError
 from configs.schema import RewardConfig
+from rollout.engine.reward_limits import App, Receive, Send
 from rollout.engine.reward_server import KEYS_VARIABLE, TokenGate, words
 from rollout.errors import RewardError
 from rollout.rewards import load_reward
@@ -33,7 +34,7 @@ def keys(tmp_path: Path) -> Iterator[Path]:
 
 
 @asynccontextmanager
-async def served(port: int) -> AsyncIterator[list[str]]:
+async def served(port: int, gate: type[TokenGate] = TokenGate) -> AsyncIterator[list[str]]:
     """Stands for vLLM's server, behind the gate; notes the paths of requests that pass it."""
     passed: list[str] = []
 
@@ -42,7 +43,7 @@ async def served(port: int) -> AsyncIterator[list[str]]:
         return JSONResponse({"data": [{"index": 0, "probs": [2.5]}]})
 
     paths = ("/classify", "/v1/models", "/health", "/metrics")
-    app: Any = TokenGate(Starlette(routes=[Route(path, classify, methods=["GET", "POST"]) for path in paths]))
+    app: Any = gate(Starlette(routes=[Route(path, classify, methods=["GET", "POST"]) for path in paths]))
     server = uvicorn.Server(uvicorn.Config(app, port=port, log_level="warning", lifespan="off"))
     sockets = [server.config.bind_socket()]
     await_started = server.startup(sockets)
@@ -66,6 +67,28 @@ async def test_without_the_token_nothing_but_health_is_answered(keys: Path, show
         assert passed == []
         async with session.get(f"http://127.0.0.1:{port}/health") as response:
             assert response.status == 200
+
+
+async def test_apps_around_vllms_are_behind_the_gate_and_its_limits(keys: Path) -> None:
+    """A teacher's server answers its own path by one."""
+    asked: list[str] = []
+
+    def around(app: App) -> App:
+        async def answer(scope: dict[str, Any], receive: Receive, send: Send) -> None:
+            asked.append(scope["path"])
+            await JSONResponse({})(scope, receive, send)
+
+        return answer
+
+    class TeacherGate(TokenGate):
+        host, further = "127.0.0.1", (around,)
+
+    port, url = free_port(), "http://127.0.0.1:{}/headrace/scores"
+    token = {"Authorization": f"Bearer {TOKEN}"}
+    async with served(port, TeacherGate), aiohttp.ClientSession() as session:
+        for headers, status in (({}, 401), ({**token, "Host": "a.site"}, 403), (token, 200)):
+            async with session.post(url.format(port), headers=headers) as response:
+                assert (response.status, len(asked)) == (status, status == 200)
 
 
 async def test_the_runs_own_workers_send_the_token_and_no_other_server_gets_it(keys: Path) -> None:

@@ -20,7 +20,7 @@ from rollout.episodes.episode import Episodes, Failure, Group
 from rollout.episodes.setup import RolloutSetup
 from rollout.rewards.no_reward import NoReward
 from rollout.tasks.trajectory import Generate, Problem, Recorded, Trajectory, single_turn
-from rollout.teachers.messages import PATH, Scores, packed
+from rollout.teachers.messages import PATH, Scores, packed, read_request
 from rollout.teachers.scoring import Teachers
 from tests.harness.fakes import FakeEngine, FakePrompts, FakeRewards, fake_sampler, until
 from tests.harness.keys import TOKEN, give_keys
@@ -327,7 +327,7 @@ async def own_teacher(folder: Path, change: Callable[[Scores], Any], top_k: int 
     reply = lambda body, number: (200, change(scores(body)))  # noqa: E731
     async with ModelServer(reply, port=port) as server, episodes(config, keys) as made:
         yield made
-    assert {path for path, _, _ in server.requests} == {PATH}
+    assert {(path, read_request(body).model) for path, _, body in server.requests} == {(PATH, "big")}
 
 
 @pytest.mark.parametrize("top_k", [None, 2])
