@@ -73,10 +73,10 @@ class ModelLoad:
         self._regions.forget_staged()
 
     def load_folder(self, folder: Path) -> None:
-        self._load(tensors_in(files_in(folder)), ())
+        self._load(tensors_in(files_in(folder)), (), published=False)
 
     def load_trial(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-        self._load(weights, ())
+        self._load(weights, (), published=False)
 
     def stream(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
         """Load buckets that later ones overwrite. Raises ChannelError for an end that another round can repair.
@@ -95,8 +95,14 @@ class ModelLoad:
 
     @torch.no_grad()
     def _load(
-        self, weights: Iterator[tuple[str, torch.Tensor]], frozen: Collection[str], recorded: bool = False
+        self,
+        weights: Iterator[tuple[str, torch.Tensor]],
+        frozen: Collection[str],
+        recorded: bool = False,
+        published: bool = True,
     ) -> None:
+        """`published`: the learner trains these weights, so each must be read. Files may have more than the model
+        needs, such as a tower that is not served or layers for multi-token prediction."""
         model, model_config, parts = self.model, self.vllm_config.model_config, set[str]()
         with ExitStack() as stack:
             stack.enter_context(set_current_vllm_config(self.vllm_config))
@@ -106,7 +112,7 @@ class ModelLoad:
                 name_loaders(model)
                 initialize_layerwise_reload(model)
             expected = names(model)
-            reading = None if self._all_read else stack.enter_context(ReadWeights())
+            reading = stack.enter_context(ReadWeights()) if published and not self._all_read else None
             written = stack.enter_context(WrittenBytes(model.parameters())) if self.plainly and not recorded else None
             loaded, held = self._load_kinds(reading.watch(weights) if reading else weights, frozen, recorded)
             if written:

@@ -115,7 +115,7 @@ class FamilyPolicy:
 
     def full_weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in self._held():
-            yield from self._form.tensors(name, tensor)
+            yield from (each for each in self._form.tensors(name, tensor) if each[0] not in without)
 
     def specs(self) -> list[Spec]:
         return [Spec(name, tuple(tensor.shape), tensor.dtype) for name, tensor in self.full_weights()]

@@ -156,13 +156,15 @@ class Play:
     async def following(self, config: Config) -> AsyncIterator[tuple[Sender, "asyncio.Queue[Any]"]]:
         """A sender, and the versions that the engine has loaded."""
         device, held = device_of(config), asyncio.Queue[Any]()
+        specs = self.policy(0, device).specs()
         sender = Sender(
-            self.policy(0, device).specs(),
+            specs,
             config.weights,
             0,
             device,
             keys=server_keys("learner"),
             probe=self.texts[0],
+            frozen=[spec.name for spec in specs if self.idle and spec.name.startswith(self.idle)],
         )
 
         async def where(known: str | None) -> str:

@@ -216,7 +216,7 @@ def test_a_weight_for_which_vllm_has_no_place_is_refused(made, way):
     if way == "regions":
         assert re.search(words, load.regions(specs, ()).problem)
         return
-    put_weights = load.load_trial if way == "in place" else load.load_staged
+    put_weights = load.stream if way == "in place" else load.load_staged
     with pytest.raises(ValueError, match=words):
         put_weights(policy(specs, 0).views())
 
