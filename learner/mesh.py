@@ -87,7 +87,7 @@ def meet(environment: Mapping[str, str], problems: Sequence[str] = (), limit_s: 
         missing = ", ".join(str(number) for number, key in enumerate(come) if not store.check([key]))
         problem = f"WORLD_SIZE: {world}, but rank {missing} did not come to {host}:{port} in {limit_s:g} s"
         raise ConfigError([*problems, f"{problem}; start every rank, or {UNSET}"]) from None
-    every = [told.decode().splitlines() for told in store.multi_get(come)]
+    every = [lines.decode().splitlines() for lines in store.multi_get(come)]
     if refused := next(filter(None, every), None):
         _part(store, rank, [number for number, own in enumerate(every) if not own], hosts)
         raise ConfigError(refused)
@@ -95,7 +95,7 @@ def meet(environment: Mapping[str, str], problems: Sequence[str] = (), limit_s: 
 
 
 def _part(store: Store, rank: int, reading: Sequence[int], hosts: bool) -> None:
-    """The store ends with the rank that hosts it, which waits for those that are `reading` there."""
+    """The store ends with the rank that hosts it. That rank waits until the ranks `reading` have read the store."""
     store.set(f"read/{rank}", "")
     if hosts:
         with suppress(dist.DistError):
