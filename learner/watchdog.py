@@ -1,5 +1,5 @@
-"""A watchdog on each rank ends all ranks if a collective outlives `learner.timeout_s`, and names the missing one; and
-if one of them fails, for which the others would wait in their next collective.
+"""A watchdog on each rank ends all ranks if a collective outlives `learner.timeout_s`, and names the missing one. It
+also ends all ranks if one fails: the others would wait for it in their next collective.
 
 torch's flight recorder has the collectives, and a store how many each rank has begun. A watchdog whose timeout expires
 prints one line, writes the recorder's dump and ends its process; the others see that and end too.
@@ -41,7 +41,7 @@ TORCH_LATER_S = 15.0
 ANSWER_S = 10.0
 """If the store answers later, each rank ends itself."""
 OWN_S = 5.0
-"""Once another rank has failed, this one ends so much later: it may be about to raise the same error."""
+"""A rank ends so long after another has failed: it may be about to raise the same error."""
 REFUSALS = (ConfigError, KeysError)
 Note = dict[str, Any]
 """A rank's note: collectives `begun` by group, `where` the rank is, and `at` which Unix time it was written."""
@@ -82,7 +82,7 @@ class Watchdog:
             self._tell(error)
 
     def _tell(self, error: BaseException) -> None:
-        """End the other ranks; or this one as another has ended, if that refused its input and collectives failed."""
+        """End the other ranks. If another rank refused its input and collectives failed here, end as that rank did."""
         code = BAD_INPUT if isinstance(error, REFUSALS) else FAILED
         own = code, f"learner: rank {self.rank} has failed: {error}"
         first, line = self._verdict or self._ask(partial(self._first, own)) or own
