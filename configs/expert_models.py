@@ -38,7 +38,7 @@ PROVEN = (
     ExpertModel("ernie4_5_moe", "Ernie4_5_MoeForCausalLM", (GPU,), in_place=True),
 )
 KEPT_WHOLE = ("granitemoe", "granitemoeshared")
-"""Types whose loader in vLLM 0.26 keeps all weights until the last has come. Those of buckets are cloned for it."""
+"""Types whose loader in vLLM 0.26 keeps all weights until the last has come. It gets clones of what buckets hold."""
 REPLAYED = ("qwen3_moe",)
 """Types whose routes the learner replays."""
 OTHER_MIXTURE = "use another device, or a model that docs/experts.md lists"
