@@ -62,7 +62,7 @@ class Drawn:
         def chunk_loss(logprobs: Tensor, entropy: Tensor, chunk: slice) -> Tensor:
             return -logprobs.sum() * scale
 
-        logprobs, _, loss = policy(microbatch, temperature=1.0, loss=chunk_loss)  # as fine-tuning, however it samples
+        logprobs, _, loss = policy(microbatch, temperature=1.0, loss=chunk_loss)  # fine-tuning's, whatever sampling has
         (loss * dist.get_world_size()).backward()  # FSDP averages over ranks, but the loss is a sum
         self.total -= logprobs.double().sum()
 
