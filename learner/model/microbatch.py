@@ -3,7 +3,7 @@
 Answers see their prompt's keys (`SharedPrompts`) or, where cheaper, copies of them (`CopiedPrompts`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -140,14 +140,19 @@ class Microbatch:
         return replace(self, shared=_copied(bounds, self.groups)) if 0 < copies <= most * bounds[-1] else self
 
     def to(self, device: torch.device) -> "Microbatch":
-        def moved(value: Any) -> Any:
-            if isinstance(value, SharedPrompts | CopiedPrompts | Targets | RowSlice):
-                return type(value)(*map(moved, value))
-            if isinstance(value, PackedImages):
-                return value.to(device)
-            return sent(value, device) if isinstance(value, Tensor) else value
+        return sent(self, device)
 
-        return Microbatch(**{name: moved(value) for name, value in vars(self).items()})
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "Microbatch":
+        """Apply `function` to each tensor, in order."""
+
+        def changed(value: Any) -> Any:
+            if isinstance(value, SharedPrompts | CopiedPrompts | Targets | RowSlice):
+                return type(value)(*map(changed, value))
+            if isinstance(value, PackedImages):
+                return value.mapped(function)
+            return function(value) if isinstance(value, Tensor) else value
+
+        return Microbatch(**{name: changed(value) for name, value in vars(self).items()})
 
 
 def lay_out(

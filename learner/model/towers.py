@@ -1,5 +1,6 @@
 """The towers that turn patches of images into features."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import MethodType
 from typing import Any, NamedTuple
@@ -48,12 +49,17 @@ class PackedImages:
     """The result of `Sight.lay_out`."""
 
     def to(self, device: torch.device) -> "PackedImages":
-        def moved(x: Any) -> Any:
-            return sent(x, device) if isinstance(x, Tensor) else x
+        return sent(self, device)
 
-        layout = {name: moved(x) for name, x in self.layout.items()}
-        tensors = {name: moved(x) for name, x in vars(self).items() if isinstance(x, Tensor)}
-        blocks = None if self.blocks is None else ImageBlocks(*map(moved, self.blocks))
+    def mapped(self, function: Callable[[Tensor], Tensor]) -> "PackedImages":
+        """Apply `function` to each tensor, in order."""
+
+        def changed(x: Any) -> Any:
+            return function(x) if isinstance(x, Tensor) else x
+
+        layout = {name: changed(x) for name, x in self.layout.items()}
+        tensors = {name: function(x) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        blocks = None if self.blocks is None else ImageBlocks(*map(changed, self.blocks))
         return PackedImages(blocks=blocks, layout=layout, **tensors)
 
 

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from buffer.wire.protocol import EvaluationResult
 from learner.model.experts.mixture import load_metrics
+from learner.model.host_copies import Fetched
 from learner.model.microbatch import Microbatch
 from learner.model.policy import Policy
 from learner.sft.answers import TrainedText
@@ -39,9 +40,11 @@ class AnswerSteps:
         cuts, own = own_cut(policy, texts, self.budget), dict[str, float]()
         backward_began = time.perf_counter()
         total, tally = self._backward(policy, self._placed(policy, cuts, own), len(cuts), trained)
+        queued = self.optimizer.queue(version)
+        sums = collectives.all_reduce_sum(total.wait())  # waits for the passes; the GPU goes on with the update
         seen = _summed(own)
         update_began = time.perf_counter()
-        metrics = {"loss": float(total) / trained} | self.optimizer.update(version)
+        metrics = {"loss": float(sums) / trained} | self.optimizer.finish(queued)
         self.skipped.note_supervised(version + 1, metrics)
         squares = float(sum(n * n for n in tokens))
         return metrics | _loads(policy, tally) | {
@@ -55,8 +58,8 @@ class AnswerSteps:
             "microbatches": float(len(cuts)),
             "flops": policy.costs.total(sum(tokens), trained, squares) + seen.pop("tower", 0.0),
             "time/pack_s": backward_began - began,
-            "time/backward_s": update_began - backward_began,
-            "time/update_s": time.perf_counter() - update_began,
+            "time/backward_s": update_began - backward_began - queued.seconds,
+            "time/update_s": time.perf_counter() - update_began + queued.seconds,
         } | seen  # fmt: skip
 
     def _placed(
@@ -71,8 +74,8 @@ class AnswerSteps:
 
     def _backward(
         self, policy: Policy, placed: Iterable[Microbatch], number: int, trained: int
-    ) -> tuple[Tensor, Tensor | None]:
-        """The sum of -log p over all ranks, [] float64, and the tally of this rank's routers."""
+    ) -> tuple[Fetched, Fetched | None]:
+        """This rank's sum of -log p, [] float64, and the tally of its routers."""
 
         def chunk_loss(logprobs: Tensor, entropy: Tensor, chunk: slice) -> Tensor:
             return -logprobs.sum() / trained
@@ -86,7 +89,7 @@ class AnswerSteps:
                 total -= logprobs.double().sum()
                 if policy.mixture is not None:
                     tally = policy.mixture.tally.double() + (0 if tally is None else tally)
-        return collectives.all_reduce_sum(total.cpu()), tally
+        return Fetched(total), None if tally is None else Fetched(tally)
 
 
 def _summed(figures: dict[str, float]) -> dict[str, float]:
@@ -97,11 +100,11 @@ def _summed(figures: dict[str, float]) -> dict[str, float]:
     return dict(zip(figures, totals.tolist(), strict=True))
 
 
-def _loads(policy: Policy, tally: Tensor | None) -> dict[str, float]:
+def _loads(policy: Policy, tally: Fetched | None) -> dict[str, float]:
     """A collective."""
     if policy.mixture is None or tally is None:
         return {}
-    return load_metrics(collectives.all_reduce_sum(tally.cpu()), policy.mixture.sizes, False)
+    return load_metrics(collectives.all_reduce_sum(tally.wait()), policy.mixture.sizes, False)
 
 
 class HeldOut:

@@ -1,22 +1,24 @@
 """The microbatches of a batch, one after another on a policy's device. The pixels, routes and teachers' tables of a
 whole batch may take more memory than a GPU has."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from learner.model.microbatch import Microbatch
 from learner.model.policy import Policy
 
 
 class RowsInTurn(Iterable[Microbatch]):
-    """Rows wait in host memory until they are computed. May be iterated several times."""
+    """Rows are prepared, once, and leave host memory when they are computed. May be iterated several times."""
 
-    def __init__(self, policy: Policy, microbatches: Iterable[Microbatch]) -> None:
-        self._device = policy.device
-        self._prepared = [policy.prepare(each) for each in microbatches]
+    def __init__(self, policy: Policy, microbatches: Sequence[Microbatch]) -> None:
+        self._policy, self._microbatches = policy, microbatches
+        self._prepared: list[Microbatch] = []
 
     def __len__(self) -> int:
-        return len(self._prepared)
+        return len(self._microbatches)
 
     def __iter__(self) -> Iterator[Microbatch]:
-        for prepared in self._prepared:
-            yield prepared.to(self._device)
+        for index, microbatch in enumerate(self._microbatches):
+            if index == len(self._prepared):  # the GPU computes the row before it meanwhile
+                self._prepared.append(self._policy.prepare(microbatch))
+            yield self._prepared[index].to(self._policy.device)

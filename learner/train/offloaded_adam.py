@@ -27,7 +27,11 @@ class OffloadedAdamW(AdamW):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
+        """Waits for `found_inf`, as GradScaler calls it: the portions pass through host memory, and leave it unchanged
+        if it is set. Gradients are divided by `grad_scale`."""
         assert closure is None
+        if getattr(self, "found_inf", None):
+            return
         gradients = [None if p.grad is None else rows_of(p.grad).view(-1) for p in self._parameters]
         lanes = _Lanes(self._masters)
         for index, spans in enumerate(self._masters.spans):
@@ -48,6 +52,7 @@ class OffloadedAdamW(AdamW):
         steps, group = list(taken.to(portion.device).unbind()), self.param_groups[0]
         beta1, beta2 = group["betas"]
         options = {name: group[name] for name in ("lr", "eps", "weight_decay", "amsgrad", "maximize")}
+        options["grad_scale"] = getattr(self, "grad_scale", None)
         adamw(weights, given, first, second, [], steps, fused=True, beta1=beta1, beta2=beta2, **options)
         rows = [rows_of(self._parameters[p.parameter]).view(-1)[p.start : p.start + p.size] for p in spans]
         torch._foreach_copy_(rows, weights)

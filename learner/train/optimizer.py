@@ -2,14 +2,16 @@
 norm, so all skip a step whose gradient is not finite."""
 
 import math
-from collections.abc import Sequence
-from typing import Any
+import time
+from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grads_with_norm_, get_total_norm
+from torch.nn.utils import get_total_norm
 
 from configs.schema import LearnerConfig
+from learner.model.host_copies import Fetched
 from learner.model.policy import Policy
 from learner.train import collectives
 from learner.train.garbage import exempt_long_lived
@@ -18,6 +20,18 @@ from learner.train.offloaded_adam import OffloadedAdamW
 OPTIONS = ("lr", "betas", "eps", "weight_decay")
 FLOOR = 0.1
 """Share of the learning rate at which `linear` and `cosine` end."""
+CLIP_EPS = 1e-6
+"""torch's `clip_grad_norm_` divides by the norm plus this."""
+
+
+class QueuedUpdate(NamedTuple):
+    """An update that the GPU applies when it comes to it."""
+
+    norm: Fetched
+    """[] float32"""
+    rate: float
+    seconds: float
+    """Spent in queueing it."""
 
 
 class Optimizer:
@@ -43,37 +57,46 @@ class Optimizer:
 
     def update(self, version: int) -> dict[str, float]:
         """Apply and clear the gradients; all ranks have the same metrics. A collective."""
-        parameters = [p for group in self.adamw.param_groups for p in group["params"]]
-        norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
-        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        return self.finish(self.queue(version))
+
+    def queue(self, version: int) -> QueuedUpdate:
+        """Begin an update without waiting for the GPU, which finds out by itself whether to apply it. A collective."""
+        began, norm, rate = time.perf_counter(), self._norm(), self.learning_rate(version)
+        fetched = Fetched(norm)
+        for group in self.adamw.param_groups:
+            group["lr"] = rate
+        # torch's GradScaler hands these to a fused optimizer in the same way
+        self.adamw.grad_scale = ((norm + CLIP_EPS) / self.config.max_grad_norm).clamp(min=1.0)  # type: ignore[attr-defined]
+        self.adamw.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+        self.adamw.step()
+        del self.adamw.grad_scale, self.adamw.found_inf  # type: ignore[attr-defined]
+        return QueuedUpdate(fetched, rate, time.perf_counter() - began)
+
+    def finish(self, queued: QueuedUpdate) -> dict[str, float]:
+        """Clear the gradients; the metrics of the update. Waits for the norm alone. A collective."""
+        norm = queued.norm.wait()
         finite = bool(norm.isfinite())
-        rate = self.learning_rate(version)
-        if finite:
-            clip_grads_with_norm_(parameters, self.config.max_grad_norm, norm)
-            for group in self.adamw.param_groups:
-                group["lr"] = rate
-            self.adamw.step()
-        overflowed = 0.0 if finite else self._overflowed(parameters)
+        overflowed = 0.0 if finite else self._overflowed()
         self.adamw.zero_grad()
         exempt_long_lived()  # compiled code and the optimizer's state exist by now
-        skipped = {"gradient/skipped": float(not finite), "gradient/overflowed": overflowed}
-        skipped["gradient/zero"] = float(finite and not norm)
-        return {"lr": rate} | skipped | ({"gradient/norm": float(norm)} if finite else {})
+        return {"lr": queued.rate} | _norm_metrics(norm, overflowed)
 
     def hold(self) -> dict[str, float]:
-        norm = self._cleared()
-        finite = bool(norm.isfinite())
-        skipped = {"gradient/skipped": float(not finite), "gradient/overflowed": 0.0, "gradient/zero": float(not norm)}
-        return {"lr": 0.0} | skipped | ({"gradient/norm": float(norm)} if finite else {})
+        norm = self._norm().cpu()
+        self.adamw.zero_grad()
+        return {"lr": 0.0} | _norm_metrics(norm)
 
     def discard(self) -> bool:
         """Clear the gradients; returns whether their norm is finite, on all ranks alike."""
-        return bool(self._cleared().isfinite())
-
-    def _cleared(self) -> torch.Tensor:
-        parameters = [p for group in self.adamw.param_groups for p in group["params"]]
-        norm = get_total_norm([p.grad for p in parameters if p.grad is not None])
+        finite = bool(self._norm().isfinite())
         self.adamw.zero_grad()
+        return finite
+
+    def _parameters(self) -> list[torch.nn.Parameter]:
+        return [p for group in self.adamw.param_groups for p in group["params"]]
+
+    def _norm(self) -> Tensor:
+        norm = get_total_norm([p.grad for p in self._parameters() if p.grad is not None])
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def restore_options(self) -> None:
@@ -81,8 +104,16 @@ class Optimizer:
         for group in self.adamw.param_groups:
             group.update({name: self.adamw.defaults[name] for name in ("betas", "eps", "weight_decay")})
 
-    def _overflowed(self, parameters: Sequence[torch.nn.Parameter]) -> float:
+    def _overflowed(self) -> float:
         """1 if every part of the gradient is finite on every rank."""
-        parts = [p.grad.to_local() if isinstance(p.grad, DTensor) else p.grad for p in parameters if p.grad is not None]
+        grads = [p.grad for p in self._parameters() if p.grad is not None]
+        parts = [grad.to_local() if isinstance(grad, DTensor) else grad for grad in grads]
         (unfit,) = collectives.all_reduce_max(not all(bool(part.isfinite().all()) for part in parts))
         return float(not unfit)
+
+
+def _norm_metrics(norm: Tensor, overflowed: float = 0.0) -> dict[str, float]:
+    finite = bool(norm.isfinite())
+    found = {"gradient/skipped": float(not finite), "gradient/overflowed": overflowed}
+    found["gradient/zero"] = float(finite and not norm)
+    return found | ({"gradient/norm": float(norm)} if finite else {})

@@ -5,6 +5,7 @@ import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from types import MappingProxyType
 from typing import Any
 from zlib import crc32
@@ -27,6 +28,7 @@ from learner.algorithms.teachers import DIVERGENCE_SUM, DIVERGENCE_TOKENS, kl_me
 from learner.critic.critic import Critic
 from learner.model.context import check_same
 from learner.model.experts.mixture import load_metrics
+from learner.model.host_copies import Fetched
 from learner.model.lora.base import Base
 from learner.model.microbatch import Microbatch
 from learner.model.policy import Policy
@@ -35,20 +37,33 @@ from learner.train import collectives
 from learner.train.batch import Batch
 from learner.train.extra_texts import TOTAL, DrawnBeside, TrainedBeside
 from learner.train.in_turn import RowsInTurn
-from learner.train.optimizer import Optimizer
+from learner.train.optimizer import Optimizer, QueuedUpdate
 from learner.train.pictures import tower_work
 from learner.train.skipped import TAUGHT, UNFIT_ADVANTAGES, SkippedSteps
 
 log = logging.getLogger(__name__)
 PER_SAMPLE = ("prompt_tokens", "sequence_tokens", "sequence_log_ratio")
 TEACHER_WEIGHTS = "teacher_weights"
-PHASES = ("pack", "backward", "update")
 JUDGED = "a critic judges each token of a row for one sample"
 TOPPED = "teacher.top_k: most probable tokens are given for each sample's own tokens"
 TALLY = "moe"
 """Key, among a rank's sums, of the routers' tally: [layers, ...]."""
+HOST = torch.device("cpu")
 Result = tuple[Tensor, dict[str, Tensor]]
 """A microbatch's loss, ready for `backward`, and its sums."""
+
+
+class FetchedSums:
+    """A step's sums, [] each, and the routers' tally on their way from the GPU, which has not computed them yet."""
+
+    def __init__(self, sums: dict[str, Tensor]) -> None:
+        tally = sums.pop(TALLY, None)
+        self._names, self._values = list(sums), Fetched(torch.stack([value.double() for value in sums.values()]))
+        self._tally = None if tally is None else Fetched(tally)
+
+    def wait(self) -> tuple[dict[str, Tensor], Tensor | None]:
+        values = dict(zip(self._names, self._values.wait(), strict=True))
+        return values, None if self._tally is None else self._tally.wait()
 
 
 class Algorithm:
@@ -85,25 +100,25 @@ class Algorithm:
         batch = self.pack(policy, part)
         drawn = self.beside.draw(policy, batch.version) if self.beside else None
         times.append(time.perf_counter())
-        sums = self.backward(policy, batch, drawn) | per_sample_sums(_of_samples(batch), policy.device)
-        tally = sums.pop(TALLY, None)
-        shown = [*batch.microbatches, *(drawn.microbatches if drawn else ())]
-        computed = _work(batch) | tower_work(shown, policy.costs.tower)
-        computed |= kl_sums(batch.teacher_kl, self.teachers)
-        sums |= {name: torch.tensor(number, device=policy.device) for name, number in computed.items()}
-        sums |= {TOTAL: drawn.total} if drawn else {}
-        sums = sums if policy.counts else _uncounted(sums)
-        totals = _all_reduce(sums)  # waits for the GPU
-        times.append(time.perf_counter())
+        fetched = FetchedSums(self.backward(policy, batch, drawn) | ({TOTAL: drawn.total} if drawn else {}))
         held = self.critic is not None and self.critic.warms_up(batch.version)
-        updated = self.optimizer.hold() if held else self.optimizer.update(batch.version)
+        queued = None if held else self.optimizer.queue(batch.version)
+        shown = [*batch.microbatches, *(drawn.microbatches if drawn else ())]
+        known = per_sample_sums(_of_samples(batch), HOST)
+        computed = _work(batch) | tower_work(shown, policy.costs.tower) | kl_sums(batch.teacher_kl, self.teachers)
+        known |= {name: torch.tensor(number) for name, number in computed.items()}
+        sums, tally = fetched.wait()  # for the passes; the GPU goes on with the update
+        sums = sums | known if policy.counts else _uncounted(sums | known)
+        totals = _all_reduce(sums)
+        times.append(time.perf_counter())
+        updated = self.optimizer.hold() if queued is None else self.optimizer.finish(queued)
         metrics = drawn.metrics(totals.pop(TOTAL)) if drawn else {}
         metrics |= batch_metrics(batch, totals) | _loads(policy, tally) | updated
         metrics |= kl_metrics(totals, self.teachers, metrics["tokens_sampled"])
         times.append(time.perf_counter())
         rewards = batch.rows.reward.numpy()
         self.skipped.note(batch.version + 1, (float(rewards.min()), float(rewards.max())), metrics, totals)
-        metrics |= {f"time/{name}_s": end - start for name, start, end in zip(PHASES, times, times[1:], strict=False)}
+        metrics |= phase_times(times, queued)
         metrics |= buffer_metrics(part) | problem_metrics(part)
         work = totals["row_tokens"], totals["head_rows"], totals["squares"]
         flops, computed_tokens = policy.costs.total(*work), totals["row_tokens"]
@@ -263,6 +278,13 @@ class Algorithm:
         return m2_limit(torch.cat(every), self.config.m2_budget)
 
 
+def phase_times(times: Sequence[float], queued: QueuedUpdate | None) -> dict[str, float]:
+    """The update is queued before the backward pass is over."""
+    pack, backward, update = (end - start for start, end in pairwise(times))
+    early = 0.0 if queued is None else queued.seconds
+    return {"time/pack_s": pack, "time/backward_s": backward - early, "time/update_s": update + early}
+
+
 def turn_rewards(batch: Batch, rewards: Tensor) -> Tensor:
     """Rewards of this rank's turns: [turns] float64. A penalty in `rewards` [samples] is the last turn's."""
     turns, of_turns = map(torch.from_numpy, batch.turns)
@@ -305,7 +327,7 @@ def _work(batch: Batch) -> dict[str, float]:
 def _loads(policy: Policy, tally: Tensor | None) -> dict[str, float]:
     if policy.mixture is None or tally is None:
         return {}
-    total = collectives.all_reduce_sum(tally.cpu())
+    total = collectives.all_reduce_sum(tally)
     return load_metrics(total, policy.mixture.sizes, policy.replayed is not None)
 
 
@@ -325,7 +347,7 @@ def _all_reduce(sums: dict[str, Tensor]) -> dict[str, float]:
     total: dict[str, float] = {}
     for maximum, operation in ((False, dist.ReduceOp.SUM), (True, dist.ReduceOp.MAX)):
         names = [key for key in sums if is_max(key) is maximum]
-        values = torch.stack([sums[key].double() for key in names]).cpu()
+        values = torch.stack([sums[key].double() for key in names])
         dist.all_reduce(values, operation)
         total |= dict(zip(names, values.tolist(), strict=True))
     return total

@@ -340,3 +340,26 @@ def test_ranks_change_nothing(tmp_path: Path, gpu: DeviceMesh, gather: str) -> N
     for got in found.values():
         for name, gradient in want.items():
             near(got[name], gradient, 1e-4)
+
+
+def test_an_update_is_queued_while_the_gpu_works(tmp_path: Path, gpu) -> None:
+    """Its metrics wait for the norm alone, and a step that is not finite changes nothing."""
+    policy = policy_of(tiny_model(tmp_path), gpu)
+    optimizer, stream = algorithm_of(policy, 64).optimizer, torch.cuda.current_stream()
+    for version, value in enumerate((0.25, 0.25, torch.inf)):
+        for parameter in policy.parameters():
+            parameter.grad = torch.full_like(parameter, value)
+        before = world.weights(policy)
+        torch.cuda.synchronize()
+        torch.cuda._sleep(10**9)
+        queued = optimizer.queue(version)
+        early = not stream.query()
+        torch.cuda._sleep(10**9)
+        metrics = optimizer.finish(queued)
+        alone = not stream.query()
+        assert version == 0 or (early and alone), "the first update makes the optimizer's state"
+        assert metrics["gradient/skipped"] == (value == torch.inf)
+        same = all(
+            torch.equal(old, new) for old, new in zip(before.values(), world.weights(policy).values(), strict=True)
+        )
+        assert same == (value == torch.inf)

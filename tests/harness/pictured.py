@@ -16,7 +16,7 @@ from buffer.wire.protocol import Part, RowImages
 from buffer.wire.sample import Sample, SampleImage
 from configs.schema import DataConfig, ModelConfig
 from learner.certify.images import given_images
-from learner.model.towers import PackedImages
+from learner.model.microbatch import Microbatch
 from tests.harness.tiny_vlm import encoded, picture, tiny_vlm
 from tests.harness.world import Entry, cut
 
@@ -143,16 +143,17 @@ class Brought:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.all = self.now = self.most = 0
-        bring = PackedImages.to
+        bring = Microbatch.to
 
-        def counted(images: PackedImages, device: torch.device) -> PackedImages:
-            copy = bring(images, device)
-            self.all, self.now = self.all + 1, self.now + 1
-            self.most = max(self.most, self.now)
-            weakref.finalize(copy, self._gone)
+        def counted(microbatch: Microbatch, device: torch.device) -> Microbatch:
+            copy = bring(microbatch, device)
+            if copy.images is not None:
+                self.all, self.now = self.all + 1, self.now + 1
+                self.most = max(self.most, self.now)
+                weakref.finalize(copy.images, self._gone)
             return copy
 
-        monkeypatch.setattr(PackedImages, "to", counted)
+        monkeypatch.setattr(Microbatch, "to", counted)
 
     def _gone(self) -> None:
         self.now -= 1

@@ -1,4 +1,5 @@
-"""`activation_checkpointing: offload`: the step of `block`, what it takes of GPU and host, and when it is refused."""
+"""Copies of a row's tensors, and `activation_checkpointing: offload`: the step of `block`, what it takes of GPU and
+host, and when it is refused."""
 
 from pathlib import Path
 
@@ -7,6 +8,7 @@ import torch
 
 from configs.load import ConfigError
 from configs.schema import Config, LearnerConfig, ModelConfig
+from learner.model.host_copies import in_one_copy
 from learner.model.memory import GIB, check_host, estimate, host_bytes
 from learner.train.batch import Batch
 from tests.harness import world
@@ -14,6 +16,22 @@ from tests.harness.shapes_of_models import text_folder
 from tests.harness.world import LEARNER, algorithm_of, cut, make_samples, policy_of, tiny_model
 
 OFFLOAD = LearnerConfig(activation_checkpointing="offload", head_chunk_tokens=1024)
+
+
+def test_tensors_of_all_kinds_travel_in_one_copy() -> None:
+    given = [
+        torch.arange(7),
+        torch.tensor([True, False, True]),
+        torch.zeros(0, dtype=torch.int32),
+        torch.tensor(2.5),
+        torch.arange(12, dtype=torch.float32).view(3, 4).t(),
+        torch.arange(6, dtype=torch.bfloat16).view(1, 2, 3),
+    ]
+    copies = in_one_copy(given, torch.device("cpu"))
+    assert [(x.dtype, x.shape) for x in copies] == [(x.dtype, x.shape) for x in given]
+    assert all(torch.equal(ours, theirs) for ours, theirs in zip(copies, given, strict=True))
+    assert len({x.untyped_storage().data_ptr() for x in copies}) == 1
+    assert in_one_copy([], torch.device("cpu")) == []
 
 
 def test_on_the_cpu_it_is_block(tmp_path: Path, mesh) -> None:

@@ -1,0 +1,48 @@
+"""An update is torch's AdamW behind torch's clipping, and is queued before anybody knows the norm."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from learner.train.optimizer import OPTIONS, Optimizer
+from tests.harness.world import LEARNER, policy_of, tiny_model
+
+
+@pytest.mark.parametrize("scale", [1e-4, 1e3])
+def test_an_update_is_that_of_torch(tmp_path: Path, mesh, scale: float) -> None:
+    """Also the second one, which has moments; equal to the bit if nothing is clipped."""
+    policy = policy_of(tiny_model(tmp_path), mesh)
+    optimizer = Optimizer(policy, LEARNER.model_copy(update={"weight_decay": 0.1}), versions=10)
+    ours = [parameter.to_local() for parameter in policy.parameters()]
+    theirs = [torch.nn.Parameter(weights.clone()) for weights in ours]
+    reference = torch.optim.AdamW(theirs, fused=True, **{name: getattr(optimizer.config, name) for name in OPTIONS})
+    random = torch.Generator().manual_seed(0)
+    for version in range(2):
+        for parameter, other in zip(policy.parameters(), theirs, strict=True):
+            other.grad = scale * torch.randn(other.shape, generator=random)
+            parameter.grad = torch.full_like(parameter, 0.0)
+            parameter.grad.to_local().copy_(other.grad)
+        norm = torch.nn.utils.clip_grad_norm_(theirs, optimizer.config.max_grad_norm)
+        assert (norm > optimizer.config.max_grad_norm) == (scale > 1)
+        reference.param_groups[0]["lr"] = optimizer.learning_rate(version)
+        reference.step()
+        metrics = optimizer.update(version)
+        assert metrics["gradient/norm"] == pytest.approx(float(norm), rel=1e-6)
+        for weights, expected in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(weights, expected.detach(), rtol=1e-6 * (scale > 1), atol=1e-7 * (scale > 1))
+
+
+def test_a_queued_update_keeps_the_gradients_until_it_is_finished(tmp_path: Path, mesh) -> None:
+    """What is not finite is told from a norm that overflows by the gradients themselves."""
+    policy = policy_of(tiny_model(tmp_path), mesh)
+    optimizer = Optimizer(policy, LEARNER, versions=10)
+    for parameter in policy.parameters():
+        parameter.grad = torch.full_like(parameter, 1e30)
+    before = [parameter.to_local().clone() for parameter in policy.parameters()]
+    queued = optimizer.queue(3)
+    assert all(bool((parameter.grad.to_local() == 1e30).all()) for parameter in policy.parameters())
+    metrics = optimizer.finish(queued)
+    assert (metrics["gradient/skipped"], metrics["gradient/overflowed"]) == (1, 1)
+    assert all(torch.equal(p.to_local(), old) for p, old in zip(policy.parameters(), before, strict=True))
+    assert all(parameter.grad is None for parameter in policy.parameters())
