@@ -82,8 +82,8 @@ def limit_sums(inputs: LossInputs, masked: Tensor, capped: Tensor) -> dict[str, 
     return sums
 
 
-def per_sample_sums(numbers: Mapping[str, Sequence[int]], device: torch.device) -> dict[str, Tensor]:
-    columns = {name: torch.tensor(of, dtype=torch.float64, device=device) for name, of in numbers.items()}
+def per_sample_sums(numbers: Mapping[str, Sequence[int]]) -> dict[str, Tensor]:
+    columns = {name: torch.tensor(of, dtype=torch.float64) for name, of in numbers.items()}
     sums = {name: column.sum() for name, column in columns.items()}
     sums |= {f"{name}_max": _largest(column) for name, column in columns.items()}
     return sums | {"samples": torch.ones_like(next(iter(columns.values()))).sum()}

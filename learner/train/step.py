@@ -20,7 +20,7 @@ from buffer.wire.protocol import Part, SampleRows
 from configs.schema import AlgorithmConfig
 from learner.algorithms.advantages import mask_overlong, soft_overlong, turn_returns
 from learner.algorithms.corrections import m2_limit, m2_squares
-from learner.algorithms.diagnostics import combine, is_max, per_sample_sums, sample_metrics, summary
+from learner.algorithms.diagnostics import combine, per_sample_sums, sample_metrics, summary
 from learner.algorithms.inputs import LossContext, LossInputs, aggregation_weights
 from learner.algorithms.losses import is_tokenwise, needs_first_pass
 from learner.algorithms.own import advantage_of, loss_of
@@ -28,7 +28,6 @@ from learner.algorithms.teachers import DIVERGENCE_SUM, DIVERGENCE_TOKENS, kl_me
 from learner.critic.critic import Critic
 from learner.model.context import check_same
 from learner.model.experts.mixture import load_metrics
-from learner.model.host_copies import Fetched
 from learner.model.lora.base import Base
 from learner.model.microbatch import Microbatch
 from learner.model.policy import Policy
@@ -40,30 +39,15 @@ from learner.train.in_turn import RowsInTurn
 from learner.train.optimizer import Optimizer, QueuedUpdate
 from learner.train.pictures import tower_work
 from learner.train.skipped import TAUGHT, UNFIT_ADVANTAGES, SkippedSteps
+from learner.train.sums import TALLY, FetchedSums, all_reduce, uncounted
 
 log = logging.getLogger(__name__)
 PER_SAMPLE = ("prompt_tokens", "sequence_tokens", "sequence_log_ratio")
 TEACHER_WEIGHTS = "teacher_weights"
 JUDGED = "a critic judges each token of a row for one sample"
 TOPPED = "teacher.top_k: most probable tokens are given for each sample's own tokens"
-TALLY = "moe"
-"""Key, among a rank's sums, of the routers' tally: [layers, ...]."""
-HOST = torch.device("cpu")
 Result = tuple[Tensor, dict[str, Tensor]]
 """A microbatch's loss, ready for `backward`, and its sums."""
-
-
-class FetchedSums:
-    """A step's sums, [] each, and the routers' tally on their way from the GPU, which has not computed them yet."""
-
-    def __init__(self, sums: dict[str, Tensor]) -> None:
-        tally = sums.pop(TALLY, None)
-        self._names, self._values = list(sums), Fetched(torch.stack([value.double() for value in sums.values()]))
-        self._tally = None if tally is None else Fetched(tally)
-
-    def wait(self) -> tuple[dict[str, Tensor], Tensor | None]:
-        values = dict(zip(self._names, self._values.wait(), strict=True))
-        return values, None if self._tally is None else self._tally.wait()
 
 
 class Algorithm:
@@ -104,12 +88,12 @@ class Algorithm:
         held = self.critic is not None and self.critic.warms_up(batch.version)
         queued = None if held else self.optimizer.queue(batch.version)
         shown = [*batch.microbatches, *(drawn.microbatches if drawn else ())]
-        known = per_sample_sums(_of_samples(batch), HOST)
+        known = per_sample_sums(_of_samples(batch))
         computed = _work(batch) | tower_work(shown, policy.costs.tower) | kl_sums(batch.teacher_kl, self.teachers)
         known |= {name: torch.tensor(number) for name, number in computed.items()}
         sums, tally = fetched.wait()  # for the passes; the GPU goes on with the update
-        sums = sums | known if policy.counts else _uncounted(sums | known)
-        totals = _all_reduce(sums)
+        sums = sums | known if policy.counts else uncounted(sums | known)
+        totals = all_reduce(sums)
         times.append(time.perf_counter())
         updated = self.optimizer.hold() if queued is None else self.optimizer.finish(queued)
         metrics = drawn.metrics(totals.pop(TOTAL)) if drawn else {}
@@ -303,10 +287,6 @@ def discounted(batch: Batch, rewards: Tensor, discount: float, counts: bool = Tr
     return returns, collectives.all_reduce_sum(mine if counts else torch.zeros_like(mine))
 
 
-def _uncounted(sums: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value if is_max(name) else torch.zeros_like(value) for name, value in sums.items()}
-
-
 def _digest(part: Part) -> int:
     digest = crc32(part.positions.data)
     for sample in part.samples:
@@ -341,16 +321,6 @@ def loss_context(microbatch: Microbatch, shared: dict[str, Any]) -> LossContext:
         known["advantages"] = with_teacher(*facts, weights)
     fields = ("behaviour", "sampled", "sequence", "versions")
     return LossContext(known | {name: getattr(microbatch, name) for name in fields})
-
-
-def _all_reduce(sums: dict[str, Tensor]) -> dict[str, float]:
-    total: dict[str, float] = {}
-    for maximum, operation in ((False, dist.ReduceOp.SUM), (True, dist.ReduceOp.MAX)):
-        names = [key for key in sums if is_max(key) is maximum]
-        values = torch.stack([sums[key].double() for key in names])
-        dist.all_reduce(values, operation)
-        total |= dict(zip(names, values.tolist(), strict=True))
-    return total
 
 
 def _tensors(rows: SampleRows) -> list[Tensor]:

@@ -119,7 +119,7 @@ def test_limits_by_sign_of_the_advantage() -> None:
 
 def test_combine_adds_but_for_maxima() -> None:
     ranks = [{"versions": [3, 5], "turns": [1, 1]}, {"versions": [4], "turns": [7]}, {"versions": [], "turns": []}]
-    together = combine([per_sample_sums(numbers, torch.device("cpu")) for numbers in ranks])
+    together = combine([per_sample_sums(numbers) for numbers in ranks])
     assert together == {"samples": 3, "versions": 12, "versions_max": 5, "turns": 9, "turns_max": 7}
     assert [key for key in together if is_max(key)] == ["versions_max", "turns_max"]
 
@@ -130,7 +130,7 @@ def test_facts_of_samples_and_groups() -> None:
     lengths, truncated = torch.arange(10, 18), torch.arange(8) % 4 == 0
     metrics = sample_metrics(rewards, groups, lengths, truncated)
     counted = {"versions": [1, 3], "turns": [2, 4], "segments": [1, 2]}
-    metrics |= summary(per_sample_sums(counted, torch.device("cpu")))
+    metrics |= summary(per_sample_sums(counted))
     assert metrics["reward/mean"] == pytest.approx(3.1 / 8) and metrics["reward/std"] == pytest.approx(
         0.4754932, rel=1e-5
     )

@@ -1,0 +1,212 @@
+"""For how long is the learner's GPU idle within a version, and while the CPU does what?
+
+`python -m benchmarks.idle` needs one GPU: whole versions without servers and buffer, at what `auto` takes for a run
+file without keys for speed. Each version judges its batch, packs it, trains on it and copies the weights for servers,
+as the learner's loop does. Batches have 16 groups of 16 samples, prompts of 128 tokens and answers of 512; weights are
+random. First `--versions` are timed, then `--traced` are recorded by torch's profiler: idle is the GPU when no kernel
+and no copy runs. Without a GPU the shape `tiny` runs, and nothing is traced. Prints one table; writes JSON.
+"""
+
+import argparse
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from itertools import pairwise
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+from torch.distributed.device_mesh import init_device_mesh
+
+from benchmarks.learner.cases import SHAPES
+from benchmarks.shared_prompts import SAMPLES, groups_of
+from benchmarks.weights.table import ResultRow, progress, write
+from buffer.keys import load_server_keys, make_keys
+from buffer.wire.protocol import Part
+from configs.publishing import copies_over
+from configs.schema import Config
+from learner.model.flops import peak
+from learner.model.memory import gpu_memory
+from learner.model.policy import Policy
+from learner.sound import bounds_of, judged
+from learner.starting import decide_budget, decide_gather, decide_speed
+from learner.train.batch import Batch
+from learner.train.optimizer import Optimizer
+from learner.train.step import Algorithm
+from learner.weights.sender.publish import Sender
+
+GROUPS, PROMPT, ANSWER = 16, 128, 512
+WARM_UP, BATCHES = 5, 4
+REST = "ends the step, or logs"
+MFU = 0.55
+H200 = 989e12
+"""The peak FLOP/s assumed without a GPU."""
+Span = tuple[int, int]
+"""Nanoseconds since 1970: begin and end."""
+
+
+class Phases:
+    """What the CPU did when."""
+
+    def __init__(self) -> None:
+        self.spans: list[tuple[str, Span]] = []
+
+    @contextmanager
+    def of(self, name: str) -> Iterator[None]:
+        began = time.time_ns()
+        yield
+        self.spans.append((name, (began, time.time_ns())))
+
+    def idle(self, busy: Sequence[Span]) -> dict[str, float]:
+        """Seconds between the GPU's `busy` spans, by what the CPU did."""
+        found = dict[str, float]()
+        for (_, begin), (end, _) in pairwise(busy):
+            left = (end - begin) / 1e9
+            for name, (first, last) in self.spans:
+                if (both := min(end, last) - max(begin, first)) > 0:
+                    found[name] = found.get(name, 0.0) + both / 1e9
+                    left -= both / 1e9
+            found[REST] = found.get(REST, 0.0) + left
+        return found
+
+
+class TimedAlgorithm(Algorithm):
+    phases: Phases
+
+    def pack(self, policy: Policy, part: Part) -> Batch:
+        with self.phases.of("packs"):
+            return super().pack(policy, part)
+
+    def backward(self, *args: Any, **options: Any) -> Any:
+        with self.phases.of("launches the passes"):
+            return super().backward(*args, **options)
+
+
+class Learner:
+    """What the learner's loop calls, without servers and buffer."""
+
+    def __init__(self, shape: str, folder: Path, groups: int, answer: int) -> None:
+        gpu = torch.cuda.is_available()
+        self.device = torch.device("cuda", 0) if gpu else torch.device("cpu")
+        mesh = init_device_mesh(self.device.type, (1,), mesh_dim_names=("shard",))
+        config = decide_speed(run_file(shape, folder, groups, answer), gpu_memory(self.device), mesh, 0)
+        self.config = config = decide_gather(config, self.device, mesh, 0)
+        _, self.budget = decide_budget(config, self.device, mesh, False, copies_over(config, 1, 0), 0)
+        self.policy, self.phases = Policy(config.model, config.learner, mesh, random=True), Phases()
+        optimizer = Optimizer(self.policy, config.learner, 1000)
+        self.algorithm = TimedAlgorithm(config.algorithm, optimizer, self.budget, answer)
+        self.algorithm.phases = self.phases
+        keys = load_server_keys(make_keys(folder / "keys"), "learner")
+        specs, frozen = self.policy.weight_specs(), self.policy.frozen_names()
+        self.sender = Sender(specs, config.weights, 0, self.device, frozen=frozen, keys=keys)
+        self.bounds = bounds_of(self.policy, None)
+
+    def version(self, part: Part, number: int) -> dict[str, float]:
+        """Metrics of one version."""
+        with self.phases.of("judges"):
+            if found := judged(part, self.bounds):
+                raise AssertionError(f"groups that cannot be trained: {found}")
+        stats = self.algorithm.step(self.policy, part)
+        with self.phases.of("publishes"):
+            self.sender.publish(self.policy, number)
+        return stats
+
+
+def run_file(shape: str, folder: Path, groups: int, answer: int) -> Config:
+    """Says nothing of speed."""
+    (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
+    return Config.model_validate(
+        {"model": {"path": str(folder)}, "data": {"train": "none", "max_prompt_tokens": PROMPT},
+         "reward": {"function": "none"}, "sampling": {"max_tokens": answer}, "run": {"versions": 1000},
+         "batch": {"groups": groups, "samples": SAMPLES}}
+    )  # fmt: skip
+
+
+def timed(learner: Learner, batches: Sequence[Part], versions: int) -> tuple[list[float], dict[str, float]]:
+    """Seconds of each version, as the CPU sees them, and the last one's metrics."""
+    seconds, stats = list[float](), dict[str, float]()
+    for number in range(WARM_UP + versions):
+        began = time.perf_counter()
+        stats = learner.version(batches[number % len(batches)], number)
+        seconds.append(time.perf_counter() - began)
+        progress(f"version {number}: {seconds[-1]:.3f} s")
+    return seconds[WARM_UP:], stats
+
+
+def traced(learner: Learner, batches: Sequence[Part], versions: int) -> tuple[float, dict[str, float]]:
+    """Seconds of `versions`, and of an idle GPU by what the CPU did, each of one version."""
+    from torch.profiler import ProfilerActivity
+
+    learner.phases.spans.clear()
+    with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as found:
+        for number in range(versions):
+            learner.version(batches[number % len(batches)], WARM_UP + number)
+        torch.cuda.synchronize()
+    events = found.profiler.kineto_results.events()  # type: ignore[union-attr]
+    spans = sorted((e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if "CUDA" in str(e.device_type()))
+    busy = list[Span]()
+    for begin, end in spans:
+        if busy and begin <= busy[-1][1]:
+            busy[-1] = busy[-1][0], max(busy[-1][1], end)
+        else:
+            busy.append((begin, end))
+    whole = (busy[-1][1] - busy[0][0]) / 1e9
+    return whole / versions, {name: spent / versions for name, spent in learner.phases.idle(busy).items()}
+
+
+def rows_of(args: argparse.Namespace, learner: Learner) -> list[ResultRow]:
+    """Time whole versions, and trace some."""
+    words = SHAPES[args.shape]["vocab_size"]
+    batches = [groups_of(PROMPT, args.answer, args.groups, words, seed, 0) for seed in range(BATCHES)]
+    seconds, stats = timed(learner, batches, args.versions)
+    gpu = learner.device.type == "cuda"
+    limit = peak(torch.cuda.get_device_name()) if gpu else H200
+    case, each = f"{args.shape}, microbatches of {stats['tokens_microbatch_max']:,.0f} tokens", median(seconds)
+    mfu = stats["flops"] / each / (limit or H200)
+    rows = [
+        ResultRow("a version, median", each, "s", case=case),
+        ResultRow("tokens/s", stats["tokens"] / each, "1/s", case=case),
+        ResultRow("MFU of whole versions", mfu, "", "wanted", MFU, case),
+    ]
+    if not gpu:
+        return rows
+    whole, idle = traced(learner, batches, args.traced)
+    total = sum(idle.values())
+    rows += [
+        ResultRow("idle GPU, share of a version", total / whole, "", case=case),
+        ResultRow("MFU if it were never idle", mfu / (1 - total / whole), "", "with the above", mfu, case),
+    ]
+    parts = sorted(idle.items(), key=lambda one: -one[1])
+    return rows + [ResultRow(f"  idle while the CPU: {name}", spent * 1e3, "ms", case=case) for name, spent in parts]
+
+
+def main() -> None:
+    gpu = torch.cuda.is_available()
+    parser = argparse.ArgumentParser("python -m benchmarks.idle")
+    parser.add_argument("--shape", default="1.5b" if gpu else "tiny", choices=SHAPES)
+    parser.add_argument("--groups", type=int, default=GROUPS if gpu else 2)
+    parser.add_argument("--answer", type=int, default=ANSWER if gpu else 16, help="tokens of an answer")
+    parser.add_argument("--versions", type=int, default=12 if gpu else 2)
+    parser.add_argument("--traced", type=int, default=4)
+    parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/idle.json")
+    args = parser.parse_args()
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", store=HashStore(), rank=0, world_size=1)
+    with tempfile.TemporaryDirectory() as folder:
+        learner = Learner(args.shape, Path(folder), args.groups, args.answer)
+        try:
+            rows = rows_of(args, learner)
+        finally:
+            learner.sender.close()
+    write(args.out, "idle", [row.line() for row in rows])
+    dist.destroy_process_group()
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
