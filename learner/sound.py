@@ -14,7 +14,7 @@ from buffer.data.images import ImageFormat
 from buffer.wire.client import LearnerClient
 from buffer.wire.message import Array
 from buffer.wire.protocol import Part, SampleRows
-from buffer.wire.sample import Sample, sample_stats
+from buffer.wire.sample import Sample, judge_all
 from buffer.wire.values import Bounds, WrongValue
 from learner.model.policy import Policy
 from learner.train import collectives
@@ -112,15 +112,13 @@ def bounds_of(
 def judged(part: Part, bounds: Bounds) -> Found:
     """Groups with an impossible value in this part."""
     newest, found = max(part.version, part.reached), dict[int, str]()
-    rows = part.positions.numpy().tolist()
-    for row, data in zip(rows, part.samples, strict=True):
-        item = int(part.rows.item.numpy()[row])
-        try:
-            stats = sample_stats(data, bounds)
-        except WrongValue as error:
-            found.setdefault(item, f"sample {row} of batch {part.version}: {error}")
-            continue
-        if stats.newest is not None and stats.newest > newest:
+    rows = part.positions.numpy()
+    items = part.rows.item.numpy()[rows]
+    judgements = judge_all(part.samples, bounds)
+    for row, item, stats in zip(rows.tolist(), items.tolist(), judgements, strict=True):
+        if isinstance(stats, WrongValue):
+            found.setdefault(item, f"sample {row} of batch {part.version}: {stats}")
+        elif stats.newest is not None and stats.newest > newest:
             what = f"sampled under version {stats.newest}, and no policy above version {newest} exists"
             found.setdefault(item, f"sample {row} of batch {part.version}: versions: {what}")
     return found

@@ -44,6 +44,7 @@ FRAME_BYTES = 2**16
 Dtype = Literal["uint8", "uint16", "int32", "int64", "float32", "float64"]
 NAMES: dict[Any, Dtype] = {np.dtype(name): name for name in get_args(Dtype)}
 """NumPy makes a dtype's name anew each time, which takes as long as all else."""
+LITTLE_ENDIAN = {name: dtype.newbyteorder("<") for dtype, name in NAMES.items()}
 
 
 def written(text: Any) -> Any:
@@ -95,7 +96,7 @@ class Array(Message):
 
     @model_validator(mode="after")
     def _size(self) -> "Array":
-        size = math.prod(self.shape) * np.dtype(self.dtype).itemsize
+        size = math.prod(self.shape) * LITTLE_ENDIAN[self.dtype].itemsize
         if size != len(self.data):
             raise ValueError(f"{self.dtype}{self.shape} takes {size} bytes, not {len(self.data)}")
         return self
@@ -107,7 +108,7 @@ class Array(Message):
         return cls(dtype=name, shape=list(array.shape), data=array.tobytes())
 
     def numpy(self) -> np.ndarray:
-        return np.frombuffer(self.data, np.dtype(self.dtype).newbyteorder("<")).reshape(self.shape)
+        return np.frombuffer(self.data, LITTLE_ENDIAN[self.dtype]).reshape(self.shape)
 
 
 def pack(number: int, message: Message) -> Frame:
@@ -171,7 +172,7 @@ def open_map(data: Frame) -> dict[str, Any]:
         fields = msgpack.unpackb(data, **LIMITS)
     except (ValueError, TypeError, OverflowError, msgpack.UnpackException) as error:  # TypeError: a list as a key
         raise ValueError(f"not MessagePack: {error or type(error).__name__}") from None
-    if not isinstance(fields, dict) or not all(isinstance(key, str) for key in fields):
+    if not isinstance(fields, dict) or not all([isinstance(key, str) for key in fields]):
         raise ValueError("not a map of fields")
     return fields
 

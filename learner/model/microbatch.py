@@ -170,7 +170,7 @@ def lay_out(
     """
 
     def joined(arrays: Sequence[Any], dtype: Any) -> Tensor:
-        return torch.from_numpy(np.concatenate(arrays).astype(dtype))
+        return torch.from_numpy(np.concatenate(arrays, dtype=dtype, casting="unsafe"))
 
     lengths = np.array([len(ids) for ids in tokens])
     cu_seqlens = np.cumsum([0, *lengths])
@@ -181,11 +181,11 @@ def lay_out(
     before = np.arange(-1, cu_seqlens[-1] - 1)
     before[cu_seqlens[:-1]] = -1
     before[cu_seqlens[:-1][answers]] = cu_seqlens[1:][prompt] - 1
-    trainable = np.concatenate(sampled).astype(bool) & (before >= 0)
+    trainable = np.concatenate(sampled, dtype=bool, casting="unsafe") & (before >= 0)
     scored = trainable.nonzero()[0]
     return Microbatch(
         tokens=joined(tokens, np.int64),
-        positions=joined([np.arange(start, start + n) for start, n in zip(first, lengths, strict=True)], np.int64),
+        positions=torch.from_numpy(np.arange(cu_seqlens[-1]) + np.repeat(first - cu_seqlens[:-1], lengths)),
         cu_seqlens=torch.from_numpy(cu_seqlens.astype(np.int32)),
         max_seqlen=int(max(lengths)),
         sampled=torch.from_numpy(trainable),
@@ -193,7 +193,7 @@ def lay_out(
         predictor=torch.from_numpy(before[scored]),
         behaviour=joined(behaviour, np.float32),
         versions=joined(versions, np.int64),
-        sequence=torch.from_numpy(np.repeat(rows, lengths).astype(np.int64)),
+        sequence=torch.from_numpy(np.repeat(np.array(rows, np.int64), lengths)),
         turn=torch.full((len(before),), -1) if turns is None else joined(turns, np.int64),
         groups=tuple(groups),
         shared=_shared(cu_seqlens, groups) if groups else None,

@@ -13,7 +13,7 @@ import numpy as np
 
 from buffer.data.images import ImageFormat, SeenImage
 from buffer.wire.protocol import Part, SampleRows
-from buffer.wire.sample import Sample
+from buffer.wire.sample import AnySample, Sample, unpack_all
 from learner.model.experts.mixture import Experts
 from learner.model.forest import Text, lay_out_forest
 from learner.model.microbatch import Microbatch, lay_out
@@ -185,18 +185,18 @@ def open_part(
     key_room: float | None = None,
 ) -> Opened:
     """Decode the samples of `part` into units."""
-    samples = [Sample.unpack(data) for data in part.samples]
+    samples, rows = unpack_all(part.samples), part.positions.numpy().tolist()
     seen, unseen = open_images(part, samples, form)
     routes, misrouted = open_routes(part, samples, replayed)
-    documents, turns = documents_of(samples, part.positions.numpy().tolist(), seen, routes)
+    documents, turns = documents_of(samples, rows, seen, routes)
     items = part.rows.item.numpy()
     units: Sequence[Unit | Tree] = shared_units(documents, items, budget) if share_prompts else alone(documents)
     if key_room is not None:
         trees = trees_of(documents, items, budget, key_room)
         units = trees if tokens_of(trees) <= (1 - LEAST_SAVED) * tokens_of(units) else units
     sizes = [room(unit.tokens + _room_of_copies(unit, key_room), unit.images) for unit in units]
-    versions, segments = list(map(_num_versions, samples)), [len(sample.starts) for sample in samples]
-    taught = teachers_of(samples, part.positions.numpy().tolist()), teacher_kl(samples)
+    versions, segments = versions_of(samples), [len(sample.starts) for sample in samples]
+    taught = teachers_of(samples, rows), teacher_kl(samples)
     return Opened(part, units, sizes, versions, segments, turns, misrouted, unseen, *taught)
 
 
@@ -238,17 +238,17 @@ def pack_all(opened: Opened, agreed: Agreed, budget: int, quadratic: float, patc
     )
 
 
-def teachers_of(samples: Sequence[Sample], rows: Sequence[int]) -> dict[int, str]:
+def teachers_of(samples: Sequence[AnySample], rows: Sequence[int]) -> dict[int, str]:
     """The teacher of each sample that has one."""
-    both = zip(samples, rows, strict=True)
-    return {row: sample.teacher_name for sample, row in both if sample.teacher_logprobs is not None}
+    whole = [(sample, row) for sample, row in zip(samples, rows, strict=True) if isinstance(sample, Sample)]
+    return {row: sample.teacher_name for sample, row in whole if sample.teacher_logprobs is not None}
 
 
-def teacher_kl(samples: Sequence[Sample]) -> dict[str, tuple[float, int]]:
+def teacher_kl(samples: Sequence[AnySample]) -> dict[str, tuple[float, int]]:
     """Sum of log mu - log q and sampled tokens, by teacher."""
     found = dict[str, tuple[float, int]]()
     for sample in samples:
-        if sample.teacher_logprobs is not None:
+        if isinstance(sample, Sample) and sample.teacher_logprobs is not None:
             sampled = sample.sampled.numpy() != 0
             gap = sample.behaviour_logprobs.numpy().astype(float) - sample.teacher_logprobs.numpy()
             total, number = found.get(sample.teacher_name, (0.0, 0))
@@ -257,30 +257,56 @@ def teacher_kl(samples: Sequence[Sample]) -> dict[str, tuple[float, int]]:
 
 
 def documents_of(
-    samples: Sequence[Sample],
+    samples: Sequence[AnySample],
     rows: Sequence[int],
     seen: Seen = NOTHING_SEEN,
     routes: Sequence[np.ndarray | None] | None = None,
 ) -> tuple[list[Document], Turns]:
     """Segments and turns of `samples`, whose indices in `Batch.rows` are `rows`."""
-    documents, turn_rows, rewards = list[Document](), list[int](), list[float]()
-    for sample, row, routed in zip(samples, rows, routes or [None] * len(samples), strict=True):
-        sampled = sample.sampled.numpy() != 0
-        begins = sampled[1:] & ~sampled[:-1]  # no segment begins with a sampled token
-        number, first = np.count_nonzero(begins), len(rewards)
-        since = first if number == 1 else first - 1 + np.concatenate([[0], begins.cumsum()])
-        turn = np.where(sampled, since, -1)
-        turn_rows += [row] * number
+    starts, whole = starts_of(samples), [column_of(samples, name) for name in Sample.DTYPES]
+    turn, numbers = turns_of(column_of(samples, "sampled") != 0, starts)
+    whole.append(turn)
+    documents, rewards = list[Document](), list[float]()
+    every = zip(samples, rows, routes or [None] * len(samples), starts.tolist(), numbers, strict=True)
+    for sample, row, routed, at, number in every:
         rewards += sample.turn_rewards or [*[0.0] * (number - 1), sample.reward]
-        columns = [*(getattr(sample, name).numpy() for name in Sample.DTYPES), turn]
+        taught = None if sample.teacher_logprobs is None else sample.teacher_logprobs.numpy()
         for start, stop in sample.bounds:
+            columns = [column[at + start : at + stop] for column in whole]
             images = [image._replace(start=image.start - start) for image in seen.get(row, ()) if image.start >= start]
             inside = [image for image in images if image.start < stop - start]
-            own = None if routed is None else routed[start:stop]
-            taught = None if sample.teacher_logprobs is None else sample.teacher_logprobs.numpy()[start:stop]
-            top = top_of(sample, sampled, start, stop)
-            documents.append(Document(row, [column[start:stop] for column in columns], inside, own, taught, top))
-    return documents, Turns(np.array(turn_rows, np.int64), np.array(rewards, np.float64))
+            own, given = (None if each is None else each[start:stop] for each in (routed, taught))
+            documents.append(Document(row, columns, inside, own, given, top_of(sample, start, stop)))
+    return documents, Turns(np.repeat(np.array(rows, np.int64), numbers), np.array(rewards, np.float64))
+
+
+def starts_of(samples: Sequence[AnySample]) -> np.ndarray:
+    """Where each sample begins in `column_of`."""
+    return np.cumsum([0, *(sample.num_tokens for sample in samples)])[:-1]
+
+
+def column_of(samples: Sequence[AnySample], name: str) -> np.ndarray:
+    """One of `Sample.DTYPES`, of all samples: NumPy takes longer to call than to work on one."""
+    place = list(Sample.DTYPES).index(name)
+    return np.frombuffer(b"".join([sample.columns[place] for sample in samples]), Sample.DTYPES[name])
+
+
+def turns_of(sampled: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, list[int]]:
+    """The turn of each sampled token, else -1: [tokens] int64; and each sample's number of turns."""
+    runs = np.flatnonzero(np.diff(sampled, prepend=~sampled[:1]))  # of sampled or given tokens
+    own = sampled[runs]  # no segment begins with a sampled token
+    turn = np.repeat(np.where(own, own.cumsum() - 1, -1), np.diff(runs, append=sampled.size))
+    owners = np.searchsorted(starts, runs[own], side="right") - 1
+    return turn, np.bincount(owners, minlength=len(starts)).tolist()
+
+
+def versions_of(samples: Sequence[AnySample]) -> list[int]:
+    """How many versions sampled each sample."""
+    sampled, versions = column_of(samples, "sampled") != 0, column_of(samples, "versions")
+    owners = np.repeat(np.arange(len(samples)), np.add.reduceat(sampled, starts_of(samples), dtype=np.int64))
+    pairs = owners * 2**32 + versions[sampled].view(np.uint32)
+    ends_of_runs = np.diff(pairs, append=-1) != 0
+    return np.bincount(np.unique(pairs[ends_of_runs]) >> 32, minlength=len(samples)).tolist()
 
 
 def alone(documents: Sequence[Document]) -> list[Unit]:
@@ -333,10 +359,6 @@ def _room_of_copies(unit: Unit | Tree, key_room: float | None) -> int:
 def _alone(units: Sequence[Unit | Tree]) -> tuple[int, int]:
     lengths = [document.tokens for unit in units for document in unit.documents]
     return sum(lengths), sum(length**2 for length in lengths)
-
-
-def _num_versions(sample: Sample) -> int:
-    return len(np.unique(sample.versions.numpy()[sample.sampled.numpy() != 0]))
 
 
 def pack(units: Sequence[Unit | Tree]) -> Microbatch:

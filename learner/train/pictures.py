@@ -13,7 +13,7 @@ import torch
 
 from buffer.data.images import ImageError, ImageFormat, Picture, SeenImage, decode
 from buffer.wire.protocol import Part
-from buffer.wire.sample import Sample
+from buffer.wire.sample import AnySample, Sample
 from configs.checks import max_sample_tokens
 from configs.schema import Config
 from learner.model.flops import TowerCosts
@@ -67,12 +67,13 @@ def max_sample_patches(config: Config, form: ImageFormat) -> int:
     return min(config.data.max_images * form.max_tokens, max_sample_tokens(config)) * form.merge**2
 
 
-def open_images(part: Part, samples: Sequence[Sample], form: ImageFormat | None) -> tuple[Seen, str]:
+def open_images(part: Part, samples: Sequence[AnySample], form: ImageFormat | None) -> tuple[Seen, str]:
     """The images of `samples`, and what is wrong with one."""
     if form is None:
         return NOTHING_SEEN, ""
     rows = part.positions.numpy().tolist()
-    showing = [(row, sample) for row, sample in zip(rows, samples, strict=True) if sample.images]
+    whole = [(row, sample) for row, sample in zip(rows, samples, strict=True) if isinstance(sample, Sample)]
+    showing = [(row, sample) for row, sample in whole if sample.images]
     try:
         files = {row: list(_files(part, row, sample)) for row, sample in showing}
         distinct = {data: name for named in files.values() for name, data in named}

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from buffer.wire.protocol import Part
-from buffer.wire.sample import Sample
+from buffer.wire.sample import AnySample
 from learner.model.experts.mixture import Experts
 
 
@@ -16,23 +16,23 @@ class RouteMismatch(RuntimeError):
     """A sample has no routes that can be replayed."""
 
 
-def open_routes(part: Part, samples: Sequence[Sample], sizes: Experts | None) -> tuple[list[np.ndarray | None], str]:
+def open_routes(part: Part, samples: Sequence[AnySample], sizes: Experts | None) -> tuple[list[np.ndarray | None], str]:
     """Routes of `samples`, [tokens, layers, k] each, and what is wrong with one."""
     if sizes is None:
         return [None] * len(samples), ""
     opened = [None if sample.routes is None else sample.routes.numpy() for sample in samples]
     items, rows = part.rows.item.numpy(), part.positions.numpy().tolist()
     for sample, routes, row in zip(samples, opened, rows, strict=True):
-        if problem := _wrong(sample, routes, sizes):
+        if problem := _wrong(sample.num_tokens, routes, sizes):
             return [None] * len(samples), f"item {items[row]}: sample {row} of batch {part.version} {problem}"
     return opened, ""
 
 
-def _wrong(sample: Sample, routes: np.ndarray | None, sizes: Experts) -> str:
+def _wrong(tokens: int, routes: np.ndarray | None, sizes: Experts) -> str:
     remedy = "the servers must run this model, with rollout.routing_replay: true"
     if routes is None:
         return f"has no routes; {remedy}"
-    wanted = (sample.tokens.shape[0], sizes.layers, sizes.top_k)
+    wanted = (tokens, sizes.layers, sizes.top_k)
     if routes.shape != wanted:
         have = "and its tokens, layers with experts and experts a token are"
         return f"has routes {list(routes.shape)}, {have} {list(wanted)}; {remedy}"

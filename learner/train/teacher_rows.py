@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from buffer.wire.sample import Sample
+from buffer.wire.sample import AnySample, Sample
 from learner.model.microbatch import Microbatch
 
 
@@ -19,11 +19,11 @@ class TeacherTop(NamedTuple):
     logprobs: np.ndarray
 
 
-def top_of(sample: Sample, sampled: np.ndarray, start: int, stop: int) -> TeacherTop | None:
-    """Most probable tokens of one segment. `sampled`: [tokens] bool."""
-    top = sample.teacher_top
-    if top is None:
+def top_of(sample: AnySample, start: int, stop: int) -> TeacherTop | None:
+    """Most probable tokens of one segment."""
+    if not isinstance(sample, Sample) or (top := sample.teacher_top) is None:
         return None
+    sampled = sample.sampled.numpy()
     before, inside = int(sampled[:start].sum()), int(sampled[start:stop].sum())
     return TeacherTop(*(each.numpy()[before : before + inside] for each in (top.ids, top.logprobs)))
 

@@ -271,3 +271,15 @@ def test_a_policy_allows_its_own_vocabulary_and_versions_up_to_its_own(tmp_path:
     older = part.model_copy(update={"version": 1})
     assert "no policy above version 1 exists" in judged(older, bounds)[0]
     assert judged(older.model_copy(update={"reached": 3}), bounds) == {}
+
+
+def test_each_group_with_wrong_samples_is_found_and_its_first_is_named() -> None:
+    entries = make_samples(groups=20, size=5)
+    part = cut(entries, 3, [len(entries)], 0)
+    samples = list(part.samples)
+    for row, name in {13: "tokens", 14: "versions", 47: "behaviour_logprobs", 99: "versions"}.items():
+        samples[row] = changed(Sample.unpack(samples[row]), name)
+    found = judged(part.model_copy(update={"samples": samples}), BOUNDS)
+    words = {2: "sample 13 of batch 3: tokens: 1000000", 9: "sample 47 of batch 3: behaviour_logprobs: nan"}
+    words[19] = "sample 99 of batch 3: versions: sampled under version 7, and no policy above version 3 exists"
+    assert list(found) == list(words) and all(found[item].startswith(text) for item, text in words.items())

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from buffer.ledger.types import SampleStats
 from buffer.wire import sample as parsing
 from buffer.wire.message import Array
-from buffer.wire.sample import Sample, sample_stats
+from buffer.wire.sample import AnySample, PlainSample, Sample, judge_all, sample_stats, unpack_all
+from buffer.wire.values import Bounds, WrongValue
 from tests.harness.buffer_process import sample
 
 PATHS = [(name,) for name in Sample.model_fields] + [
@@ -54,6 +55,57 @@ def test_what_is_taken_by_the_short_way_is_a_sample(path, value):
     read = sample_stats(data)
     assert read.tokens == expected.tokens.shape[0] and read.reward == expected.reward
     assert read.sampled == np.count_nonzero(expected.sampled.numpy())
+
+
+def trained(one: AnySample) -> list[Any]:
+    segments = [*one.starts], one.bounds, [*one.turn_rewards]
+    return [one.columns, one.num_tokens, one.reward, *segments, one.routes, one.teacher_logprobs]
+
+
+def same_as_one_by_one(data: bytes) -> None:
+    good = sample().pack()
+    try:
+        expected = Sample.unpack(data)
+    except ValueError as error:
+        with pytest.raises(ValueError) as caught:
+            unpack_all([good, data, good])
+        assert str(caught.value) == str(error)
+        return
+    assert list(map(trained, unpack_all([good, data]))) == [trained(Sample.unpack(good)), trained(expected)]
+
+
+@given(st.sampled_from(PATHS), st.sampled_from(VALUES))
+def test_samples_are_unpacked_together_as_one_by_one(path, value):
+    same_as_one_by_one(changed(path, value))
+
+
+@pytest.mark.parametrize("flags", [b"\0\0\1\1", b"\0\1\0\1", b"\0\0\2\1", b"\0\1\1\2", b"\0\0\0\0", b"\1\0\1\1"])
+def test_flags_are_unpacked_together_as_one_by_one(flags):
+    fields = sample(tokens=4).model_dump()
+    fields["sampled"]["data"] = flags
+    same_as_one_by_one(msgpack.packb(fields))
+
+
+def test_the_usual_sample_is_unpacked_as_a_plain_one():
+    plain, routes = unpack_all([sample(tokens=6).pack(), msgpack.packb(routed())])
+    assert isinstance(plain, PlainSample) and isinstance(routes, Sample)
+
+
+def test_samples_are_judged_together_as_one_by_one():
+    """Wrong ones in the middle of sound ones, and one with routes, which is judged by itself."""
+    good, bounds = sample(tokens=6).pack(), Bounds(vocabulary=64)
+    finish = msgpack.packb(sample(tokens=6).model_dump() | {"finish": "other"})
+    wrong = changed(("tokens", "data"), np.full(sample().tokens.shape, 99, "<i4").tobytes())
+    samples = [good] * 90
+    samples[20] = samples[40] = wrong
+    samples[41], samples[89], samples[3] = finish, good[:-1], msgpack.packb(routed())
+    found = list(judge_all(samples, bounds))
+    assert [place for place, one in enumerate(found) if isinstance(one, WrongValue)] == [20, 40, 41, 89]
+    for data, one in zip(samples, found, strict=True):
+        try:
+            assert one == sample_stats(data, bounds)
+        except WrongValue as fault:
+            assert str(one) == str(fault)
 
 
 def test_facts_and_that_the_usual_sample_takes_the_short_way():

@@ -9,7 +9,8 @@ from hypothesis import strategies as st
 from buffer.wire.sample import Sample
 from learner.model.microbatch import one_document
 from learner.train import collectives
-from learner.train.batch import Batch, alone, balance, documents_of, first_fit, pack
+from learner.train.batch import Batch, alone, balance, documents_of, first_fit, pack, versions_of
+from tests.harness.episodic import make_forks
 from tests.harness.world import cut, make_samples
 
 LENGTHS = st.lists(st.integers(1, 60), max_size=40)
@@ -94,3 +95,15 @@ def test_parts_of_different_batches_are_refused(mesh, monkeypatch, at: int, othe
     monkeypatch.setattr(collectives, "all_reduce_max", lambda *mine: real(*mine[:at], other, *mine[at + 1 :]))
     with pytest.raises(RuntimeError, match=f"not one batch: parts of versions 3 to {4 if at == 1 else 3}, of other"):
         Batch.from_part(part, 64)
+
+
+def test_versions_and_turns_of_each_sample() -> None:
+    """Of samples joined, also of none."""
+    samples = [Sample.unpack(entry.sample) for entry in [*make_samples(), *make_forks()]]
+    flags = [sample.sampled.numpy() != 0 for sample in samples]
+    versions = [sample.versions.numpy()[own].tolist() for sample, own in zip(samples, flags, strict=True)]
+    assert versions_of(samples) == [len(set(own)) for own in versions] and max(versions_of(samples)) > 1
+    numbers = [np.count_nonzero(own[1:] & ~own[:-1]) for own in flags]
+    turns = documents_of(samples, range(7, 7 + len(samples)))[1]
+    assert turns.rows.tolist() == [7 + row for row, number in enumerate(numbers) for _ in range(number)]
+    assert versions_of([]) == documents_of([], [])[0] == [] and documents_of([], [])[1].rows.dtype == np.int64
