@@ -8,8 +8,8 @@ import logging
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
 from datetime import timedelta
-from functools import partial
-from typing import Any
+from functools import cached_property, partial
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -40,6 +40,20 @@ from learner.model.value_head import replace_head, values
 from learner.weights.plan import Spec
 
 log = logging.getLogger(__name__)
+
+
+class Place(NamedTuple):
+    """A published weight or buffer: attribute `key` of `owner`, times `scale`."""
+
+    name: str
+    owner: nn.Module
+    key: str
+    scale: float = 1.0
+
+    @property
+    def tensor(self) -> Tensor:
+        found: Tensor = getattr(self.owner, self.key)
+        return found
 
 
 class Policy(nn.Module):
@@ -203,8 +217,9 @@ class Policy(nn.Module):
 
     def local_weights(self, without: Collection[str] = ()) -> Iterator[tuple[str, Tensor]]:
         """This rank's own rows, scaled and not rounded. No communication. Do not write to the tensors."""
-        for name, parameter, scale in self._published(without):
-            local = own_rows(parameter)
+        with torch.no_grad():
+            every = [(name, own_rows(parameter), scale) for name, parameter, scale in self._published(without)]
+        for name, local, scale in every:
             yield name, local if scale == 1.0 else local * scale
 
     def replicated_names(self) -> frozenset[str]:
@@ -224,14 +239,29 @@ class Policy(nn.Module):
         return [Spec(*held, dtype) for name, shape, dtype in every for held in self.form.shapes(name, shape)]
 
     def _published(self, without: Collection[str] = ()) -> list[Factor]:
-        whole = self.model.named_parameters()  # a tied head is listed once
-        every = list(factors(self.model)) or [Factor(name, parameter, 1.0) for name, parameter in whole]
+        every = [Factor(place.name, place.tensor, place.scale) for place in self._places]
         return [each for each in every if not self._held(each.name, each.parameter, without)]
 
     def _published_buffers(self, without: Collection[str] = ()) -> list[tuple[str, Tensor]]:
         """With an adapter a server reads them itself."""
-        every = [] if self.lora else loading.persistent_buffers(self.model)
+        every = [(place.name, place.tensor) for place in self._buffer_places]
         return [(name, buffer) for name, buffer in every if not self._held(name, buffer, without)]
+
+    @cached_property
+    def _places(self) -> list[Place]:
+        """Found once: the modules stay, while FSDP replaces the parameters in them."""
+        names = {parameter: name for name, parameter in self.model.named_parameters()}  # a tied head is listed once
+        every = list(factors(self.model)) or [Factor(name, parameter, 1.0) for parameter, name in names.items()]
+        return [Place(name, *self._owner(names[parameter]), scale) for name, parameter, scale in every]
+
+    @cached_property
+    def _buffer_places(self) -> list[Place]:
+        every = [] if self.lora else loading.persistent_buffers(self.model)
+        return [Place(name, *self._owner(name)) for name, _ in every]
+
+    def _owner(self, name: str) -> tuple[nn.Module, str]:
+        owner, _, key = name.rpartition(".")
+        return self.model.get_submodule(owner), key
 
     def _held(self, name: str, weight: Tensor, names: Collection[str]) -> bool:
         return bool(names) and all(held in names for held, _ in self.form.shapes(name, weight.shape))

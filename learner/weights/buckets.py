@@ -6,12 +6,14 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate, chain, pairwise
 from typing import Any, Protocol
 
 import torch
 
 from learner.weights.channel import own_stream
+from learner.weights.copying import Pair, copy_in_turn
 from learner.weights.plan import Plan, Slot
 from learner.weights.protocol import Probe
 
@@ -91,11 +93,19 @@ class Buckets:
         flat = self.buckets[slot.bucket][slot.offset : slot.offset + slot.size]
         return flat.view(slot.spec.dtype).view(slot.spec.shape)
 
+    @cached_property
+    def _targets(self) -> dict[str, torch.Tensor]:
+        return dict(self.views())
+
     @torch.no_grad()
     def fill(self, weights: Iterable[tuple[str, torch.Tensor]], without: Collection[str] = ()) -> None:
         """Copy in all `weights` but those named `without`, in the plan's order; frozen ones may come between others.
         Raises ValueError if they are not the plan's, but only after consuming all of them: gathering them is
         collective."""
+        copy_in_turn(self._checked(weights, without), non_blocking=True)
+
+    def _checked(self, weights: Iterable[tuple[str, torch.Tensor]], without: Collection[str]) -> Iterator[Pair]:
+        """Yield where each goes, and the weight."""
         problem, frozen = "", self.plan.frozen_names
         wanted = [slot for slot in self.plan.slots if slot.spec.name not in without]
         kinds = [iter([slot for slot in wanted if (slot.spec.name in frozen) == kind]) for kind in (False, True)]
@@ -106,7 +116,7 @@ class Buckets:
                 planned = tuple(slot.spec) if slot else "no more tensors"
                 problem = problem or f"weights: got {got}, the plan has {planned}"
             else:
-                self.view(slot).copy_(tensor, non_blocking=True)
+                yield self._targets[name], tensor
         missing = next(chain(*kinds), None)
         if not problem and missing is not None:
             problem = f"weights: {missing.spec.name} is missing"

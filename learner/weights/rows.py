@@ -7,7 +7,7 @@ has bytes of two ranges, and the padding is zero at both ends.
 """
 
 from collections.abc import Collection, Iterable, Iterator
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import torch
@@ -16,6 +16,7 @@ from configs.schema import WeightsConfig
 from configs.staging import LARGER
 from learner.weights.buckets import ROW, Allocation, Buckets
 from learner.weights.channel import WorkerChannels
+from learner.weights.copying import Pair, copy_in_turn
 from learner.weights.plan import Plan, Slot
 
 
@@ -118,21 +119,33 @@ class RowPool:
     def fill(self, weights: Iterable[tuple[str, torch.Tensor]], without: Collection[str] = ()) -> None:
         """Copy in this rank's rows of all weights but those named `without`. Raises ValueError if they are not the
         plan's."""
+        copy_in_turn(self._checked(weights, without))
+
+    def _checked(self, weights: Iterable[tuple[str, torch.Tensor]], without: Collection[str]) -> Iterator[Pair]:
+        """Yield where each weight's rows go, and the rows."""
         wanted = {slot.spec.name: slot for slot in self.plan.slots if slot.spec.name not in without}
-        views = {
-            each.name: memory[each.offset : each.offset + each.size]
-            for share, memory in self._memory
-            for each in share.ranges
-        }
         for name, rows in weights:
             slot = wanted.pop(name, None)
-            if slot is None or tuple(rows.shape) != (shape := self._shape(slot)):
+            if slot is None or tuple(rows.shape) != (shape := self._shapes[name]):
                 planned = f"the plan has {shape} of {tuple(slot.spec)}" if slot else "the plan has no such tensor"
                 raise ValueError(f"weights: rank {self.rank} got {tuple(rows.shape)} of {name}, {planned}")
-            if name in views and rows.numel():
-                views[name].view(slot.spec.dtype).view(shape).copy_(rows)
+            if name in self._targets:
+                yield self._targets[name], rows
         if wanted:
             raise ValueError(f"weights: {next(iter(wanted))} is missing")
+
+    @cached_property
+    def _shapes(self) -> dict[str, tuple[int, ...]]:
+        return {slot.spec.name: self._shape(slot) for slot in self.plan.slots}
+
+    @cached_property
+    def _targets(self) -> dict[str, torch.Tensor]:
+        dtypes = {slot.spec.name: slot.spec.dtype for slot in self.plan.slots}
+        return {
+            name: memory[offset : offset + size].view(dtypes[name]).view(self._shapes[name])
+            for share, memory in self._memory
+            for name, offset, _, size in share.ranges
+        }
 
     def _shape(self, slot: Slot) -> tuple[int, ...]:
         if slot.spec.name in self.plan.replicated or not slot.spec.shape:

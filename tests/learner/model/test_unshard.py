@@ -6,7 +6,11 @@ import pytest
 import torch
 
 from learner.model.microbatch import one_document
+from learner.weights.buckets import Buckets
+from learner.weights.plan import Plan
+from learner.weights.rows import RowPool
 from tests.harness import world
+from tests.harness.counted_calls import CountedCalls
 from tests.harness.world import policy_of, tiny_model
 
 SHAPES = {
@@ -38,6 +42,23 @@ def test_each_rank_gets_each_weight(tmp_path: Path, ranks: int, on: int) -> None
 
 def test_what_a_forward_pass_has_gathered_is_refused(tmp_path: Path, mesh) -> None:
     policy = policy_of(tiny_model(tmp_path), mesh)
+    before = {name: weight.clone() for name, weight in policy.full_weights()}
     policy(one_document([1, 2, 3]))
     with pytest.raises(AssertionError, match="publish after a backward pass or a score"):
         list(policy.full_weights())
+    policy.gathering.reshard()
+    assert all(torch.equal(weight, before[name]) for name, weight in policy.full_weights())
+
+
+def test_publishing_takes_few_launches(tmp_path: Path, mesh) -> None:
+    """Not one for each weight."""
+    policy = policy_of(tiny_model(tmp_path), mesh)
+    copy = Buckets(Plan.of(policy.weight_specs(), 1 << 20), policy.device)
+    rows = RowPool(Plan.of(policy.weight_specs(), 1 << 20, (), 1), 0, policy.device)
+    copy.fill(policy.full_weights())
+    rows.fill(policy.local_weights())
+    with CountedCalls() as calls:
+        copy.fill(policy.full_weights())
+        rows.fill(policy.local_weights())
+    copies = [name for name in calls.names if "copy" in name]
+    assert copies == ["aten::_foreach_copy_"] * 3
