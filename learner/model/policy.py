@@ -51,9 +51,8 @@ class Place(NamedTuple):
     scale: float = 1.0
 
     @property
-    def tensor(self) -> Tensor:
-        found: Tensor = getattr(self.owner, self.key)
-        return found
+    def tensor(self) -> Any:
+        return getattr(self.owner, self.key)
 
 
 class Policy(nn.Module):
