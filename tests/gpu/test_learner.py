@@ -356,10 +356,10 @@ def test_an_update_is_queued_while_the_gpu_works(tmp_path: Path, gpu) -> None:
         early = not stream.query()
         torch.cuda._sleep(10**9)
         metrics = optimizer.finish(queued)
-        alone = not stream.query()
-        assert version == 0 or (early and alone), "the first update makes the optimizer's state"
-        assert metrics["gradient/skipped"] == (value == torch.inf)
-        same = all(
-            torch.equal(old, new) for old, new in zip(before.values(), world.weights(policy).values(), strict=True)
-        )
-        assert same == (value == torch.inf)
+        behind = not stream.query()
+        after = world.weights(policy)
+        same = all(torch.equal(old, after[name]) for name, old in before.items())
+        assert (metrics["gradient/skipped"], same) == (value == torch.inf, value == torch.inf)
+        assert early or version == 0, "the first update allocates"
+        assert behind or version == 0 or value == torch.inf, "then its parts are looked at"
+        del queued  # its pinned memory is used again; to allocate some waits for the GPU
