@@ -275,7 +275,10 @@ def judge_all(samples: Sequence[bytes], bounds: Bounds) -> Iterator[SampleStats 
     """The figures of each packed sample, or what is wrong with it."""
     for start in range(0, len(samples), JUDGED_AT_ONCE):
         some = samples[start : start + JUDGED_AT_ONCE]
-        yield from _parse_fast(some, bounds) or [_figures_or_fault(data, bounds) for data in some]
+        if together := _parse_fast(some, bounds):
+            yield from together
+        else:
+            yield from (_figures_or_fault(data, bounds) for data in some)
 
 
 def _figures_or_fault(data: bytes, bounds: Bounds) -> SampleStats | WrongValue:

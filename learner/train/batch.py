@@ -306,7 +306,8 @@ def versions_of(samples: Sequence[AnySample]) -> list[int]:
     owners = np.repeat(np.arange(len(samples)), np.add.reduceat(sampled, starts_of(samples), dtype=np.int64))
     pairs = owners * 2**32 + versions[sampled].view(np.uint32)
     ends_of_runs = np.diff(pairs, append=-1) != 0
-    return np.bincount(np.unique(pairs[ends_of_runs]) >> 32, minlength=len(samples)).tolist()
+    found: list[int] = np.bincount(np.unique(pairs[ends_of_runs]) >> 32, minlength=len(samples)).tolist()
+    return found
 
 
 def alone(documents: Sequence[Document]) -> list[Unit]:

@@ -106,4 +106,5 @@ def test_versions_and_turns_of_each_sample() -> None:
     numbers = [np.count_nonzero(own[1:] & ~own[:-1]) for own in flags]
     turns = documents_of(samples, range(7, 7 + len(samples)))[1]
     assert turns.rows.tolist() == [7 + row for row, number in enumerate(numbers) for _ in range(number)]
-    assert versions_of([]) == documents_of([], [])[0] == [] and documents_of([], [])[1].rows.dtype == np.int64
+    documents, turns = documents_of([], [])
+    assert versions_of([]) == [] and documents == [] and turns.rows.dtype == np.int64
