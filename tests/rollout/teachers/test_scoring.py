@@ -305,6 +305,19 @@ async def test_a_request_that_loses_the_runs_own_teacher_each_time_fails(tmp_pat
     assert isinstance(outcome, Failure) and outcome.kind == "infrastructure" and len(server.requests) == 3
 
 
+@pytest.mark.parametrize(("failures", "requests"), [(3, 4), (9, 6)])
+async def test_the_runs_own_teacher_is_asked_again_after_its_engine_died(
+    failures: int, requests: int, tmp_path: Path
+) -> None:
+    """vLLM's server answers with status 500 for some seconds then. It is waited for when the retries are over."""
+    port, keys = free_port(), give_keys(tmp_path / "run")
+    config = TeacherConfig(model="big", servers=1, port=port, retries=1)
+    reply = lambda body, number: (500, "") if number < failures else (200, answered(body))  # noqa: E731
+    async with episodes(config, keys) as made, ModelServer(reply, port=port) as server:
+        outcome = await asyncio.wait_for(made.run(item()), 120)
+    assert isinstance(outcome, Failure if failures > requests else Group) and len(server.requests) == requests
+
+
 async def test_an_episode_that_is_abandoned_leaves_no_request(tmp_path: Path) -> None:
     config = TeacherConfig(model="big", servers=1, port=free_port())
     async with episodes(config, give_keys(tmp_path / "run")) as made:
