@@ -1,6 +1,7 @@
 """Messages between rollout servers and the teacher servers of the run: a request and its answer over HTTP, in
 MessagePack. A teacher server that the run does not start is asked as vLLM's own API wants it (`teacher_client.py`)."""
 
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 from pydantic import Field
@@ -10,6 +11,10 @@ from buffer.wire.message import Array, LongName, Many, Message, pack, unpack
 PATH = "/headrace/scores"
 CONTENT_TYPE = "application/msgpack"
 MOST_TOP = 2**20
+MOST_BYTES = 32 * 2**20
+"""Of one request; a server takes 64 MiB (`reward_limits.py`)."""
+TOKEN_BYTES, TEXT_BYTES = 5, 128
+"""In a request: int32 and uint8 for each token, and what each text adds."""
 
 
 class ScoreTexts(Message):
@@ -37,6 +42,18 @@ class Scores(Message):
     """[sampled tokens, top_k] int32 each: the most probable tokens"""
     top: Many[Array]
     """[sampled tokens, top_k] float32 each: their log-probabilities"""
+
+
+def parts_of(texts: Sequence[Sequence[int]], most_bytes: int = MOST_BYTES) -> Iterator[slice]:
+    """Yield consecutive texts that fit into one request together."""
+    start = size = 0
+    for at, text in enumerate(texts):
+        added = TOKEN_BYTES * len(text) + TEXT_BYTES
+        if at > start and size + added > most_bytes:
+            yield slice(start, at)
+            start, size = at, 0
+        size += added
+    yield slice(start, len(texts))
 
 
 def packed(message: Message) -> bytes:

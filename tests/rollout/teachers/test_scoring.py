@@ -16,12 +16,14 @@ from buffer.wire.sample import Sample, sample_stats
 from buffer.wire.values import Bounds
 from configs.load import load
 from configs.schema import TeacherConfig
+from rollout.engine.reward_limits import MOST_BODY
 from rollout.episodes.episode import Episodes, Failure, Group
 from rollout.episodes.setup import RolloutSetup
 from rollout.rewards.no_reward import NoReward
 from rollout.tasks.trajectory import Generate, Problem, Recorded, Trajectory, single_turn
-from rollout.teachers.messages import PATH, Scores, packed, read_request
+from rollout.teachers.messages import PATH, Scores, ScoreTexts, packed, parts_of, read_request
 from rollout.teachers.scoring import Teachers
+from rollout.teachers.teacher_client import OwnTeacher
 from tests.harness.fakes import FakeEngine, FakePrompts, FakeRewards, fake_sampler, until
 from tests.harness.keys import TOKEN, give_keys
 from tests.harness.model_server import ModelServer
@@ -316,6 +318,31 @@ async def test_the_runs_own_teacher_is_asked_again_after_its_engine_died(
     async with episodes(config, keys) as made, ModelServer(reply, port=port) as server:
         outcome = await asyncio.wait_for(made.run(item()), 120)
     assert isinstance(outcome, Failure if failures > requests else Group) and len(server.requests) == requests
+
+
+async def test_a_group_beyond_one_request_is_asked_about_in_several(tmp_path: Path) -> None:
+    config = TeacherConfig(model="big", servers=1, port=free_port())
+    reply = lambda body, number: (200, answered(body))  # noqa: E731
+    async with (
+        ModelServer(reply, port=config.port) as server,
+        episodes(config, give_keys(tmp_path / "run")) as made,
+    ):
+        assert made.teachers is not None
+        client = made.teachers._by_source[""]._client
+        assert isinstance(client, OwnTeacher)
+        client._most_bytes = 400
+        outcome = await made.run(item())
+    assert isinstance(outcome, Group) and [len(read_request(body).texts) for *_, body in server.requests] == [2, 1]
+    for sample in outcome.samples:
+        assert sample.teacher_logprobs is not None and sample.teacher_logprobs.numpy().tolist() == expected(sample)
+
+
+def test_a_server_takes_each_of_several_requests() -> None:
+    for texts in ([range(6_000_000)] * 3, [range(100)] * 150_000):
+        for part in parts_of(texts):
+            arrays = [[Array.of(np.zeros(len(text), kind)) for text in texts[part]] for kind in (np.int32, np.uint8)]
+            asked = ScoreTexts(model="m" * 200, texts=arrays[0], sampled=arrays[1], top_k=64)
+            assert len(packed(asked)) < MOST_BODY
 
 
 async def test_an_episode_that_is_abandoned_leaves_no_request(tmp_path: Path) -> None:
