@@ -21,7 +21,8 @@ class ScoreTexts(Message):
     """Ask for the log-probabilities of each token of `texts`, given the tokens before it.
 
     >>> tokens, sampled = np.array([5, 6, 7], np.int32), np.array([0, 1, 1], np.uint8)
-    >>> ScoreTexts(model="Qwen/Qwen2.5-7B-Instruct", texts=[Array.of(tokens)], sampled=[Array.of(sampled)], top_k=0)
+    >>> arrays = {"texts": [Array.of(tokens)], "sampled": [Array.of(sampled)]}
+    >>> ScoreTexts(model="Qwen/Qwen2.5-7B-Instruct", **arrays, top_k=0, vocabulary=151936)
     """
 
     model: LongName
@@ -31,6 +32,8 @@ class ScoreTexts(Message):
     sampled: Many[Array]
     """[tokens] uint8 each: 1 where `top_k` tokens are wanted"""
     top_k: Annotated[int, Field(ge=0, le=MOST_TOP)]
+    vocabulary: Annotated[int, Field(ge=1)]
+    """Tokens of the policy: the most probable ones are among these. The teacher may have more rows in its embedding."""
 
 
 class Scores(Message):

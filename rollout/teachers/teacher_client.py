@@ -41,6 +41,8 @@ class OwnTeacher(HttpModel):
 
     name: str = "teacher"
     top_k: int | None = None
+    vocabulary: int = MOST_TOKEN
+    """Tokens of the policy."""
     _most_bytes: int = PrivateAttr(MOST_BYTES)
 
     async def opinions(self, texts: Sequence[Sequence[int]], sampled: Sequence[np.ndarray]) -> list[Opinion]:
@@ -59,6 +61,7 @@ class OwnTeacher(HttpModel):
             texts=tokens,
             sampled=places,
             top_k=self.top_k or 0,
+            vocabulary=self.vocabulary,
         )
         reply = await self.post_bytes(messages.PATH, messages.packed(asked), CONTENT_TYPE)
         try:

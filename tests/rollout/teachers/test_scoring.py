@@ -341,7 +341,7 @@ def test_a_server_takes_each_of_several_requests() -> None:
     for texts in ([range(6_000_000)] * 3, [range(100)] * 150_000):
         for part in parts_of(texts):
             arrays = [[Array.of(np.zeros(len(text), kind)) for text in texts[part]] for kind in (np.int32, np.uint8)]
-            asked = ScoreTexts(model="m" * 200, texts=arrays[0], sampled=arrays[1], top_k=64)
+            asked = ScoreTexts(model="m" * 200, texts=arrays[0], sampled=arrays[1], top_k=64, vocabulary=151936)
             assert len(packed(asked)) < MOST_BODY
 
 
