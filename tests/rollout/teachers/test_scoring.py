@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from buffer.wire.message import Array
 from buffer.wire.protocol import WorkItem
@@ -30,7 +31,9 @@ from tests.harness.model_server import ModelServer
 from tests.harness.ports import free_port
 from tests.harness.teaching import OTHERS, answered, by_context, completions, scores, teacher_server
 from tests.harness.toy import ROOT
+from tests.rollout.chat.chat_templates import chat_tokenizer
 
+VOCABULARY = 151936
 RUN = ROOT / "examples/countdown/quickstart.yaml"
 
 
@@ -44,7 +47,7 @@ async def episodes(
 ) -> AsyncIterator[Episodes]:
     """Episodes of three samples with these teachers, which answer `answer`."""
     engine = FakeEngine(lambda prompt: [ord(character) for character in answer])
-    async with Teachers(config, keys) as teachers:
+    async with Teachers(config, keys, VOCABULARY) as teachers:
         for each in teachers._by_source.values():
             each._client._first_wait_s = 0.001
         yield Episodes(FakePrompts(), task, fake_sampler(engine), rewards or FakeRewards(), 3, teachers=teachers)  # type: ignore[arg-type]
@@ -337,6 +340,19 @@ async def test_a_group_beyond_one_request_is_asked_about_in_several(tmp_path: Pa
         assert sample.teacher_logprobs is not None and sample.teacher_logprobs.numpy().tolist() == expected(sample)
 
 
+def test_a_teacher_is_asked_for_tokens_of_the_policy_s_vocabulary(tmp_path: Path) -> None:
+    """With the rows of its embedding that no token has."""
+    chat_tokenizer("qwen2.5").save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"vocab_size": 9999}')
+    words = (f"--model.path={tmp_path}", f"--teacher.model={tmp_path}", "--teacher.servers=1")
+    prompts = FakePrompts()
+    prompts.tokenizer = AutoTokenizer.from_pretrained(tmp_path)  # type: ignore[attr-defined]
+    made = RolloutSetup(prompts, single_turn, None).with_teachers(load([str(RUN), *words])).teachers  # type: ignore[arg-type]
+    assert made is not None
+    client = made._by_source[""]._client
+    assert isinstance(client, OwnTeacher) and client.vocabulary == 9999
+
+
 def test_a_server_takes_each_of_several_requests() -> None:
     for texts in ([range(6_000_000)] * 3, [range(100)] * 150_000):
         for part in parts_of(texts):
@@ -367,7 +383,8 @@ async def own_teacher(folder: Path, change: Callable[[Scores], Any], top_k: int 
     reply = lambda body, number: (200, change(scores(body)))  # noqa: E731
     async with ModelServer(reply, port=port) as server, episodes(config, keys) as made:
         yield made
-    assert {(path, read_request(body).model) for path, _, body in server.requests} == {(PATH, "big")}
+    asked = [(path, read_request(body)) for path, _, body in server.requests]
+    assert {(path, each.model, each.vocabulary) for path, each in asked} == {(PATH, "big", VOCABULARY)}
 
 
 @pytest.mark.parametrize("top_k", [None, 2])
