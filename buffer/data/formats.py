@@ -26,7 +26,21 @@ import pyarrow.csv as pc_csv
 import pyarrow.parquet as pq
 
 from buffer.data.columns import ColumnRules, ProblemsError, plain, require_servable
-from buffer.data.image_columns import AS_TEXT, IMAGE_STRUCT, SEPARATE, declared_images, may_hold, unread
+from buffer.data.image_columns import (
+    APART,
+    AS_LINE,
+    AS_TEXT,
+    BRIGHTEST,
+    CHANNELS,
+    IMAGE_STRUCT,
+    LEAST_BRIGHT,
+    LEAST_SIDE,
+    SEPARATE,
+    declared_as,
+    may_hide,
+    may_hold,
+    unread,
+)
 from buffer.data.image_rows import IMAGES
 from buffer.data.line_index import LineIndex, bounds_of
 from buffer.data.servable import MOST_BYTES, MOST_ENTRIES, MOST_NESTED, is_deep
@@ -104,7 +118,8 @@ def _parquet(path: Path, rules: ColumnRules, where: str) -> FileRows:
 
 def _table(table: pa.Table, rules: ColumnRules, where: str, images: Iterator[Any] | None) -> FileRows:
     kept = {name: ours for name in table.column_names if (ours := rules.ours(name)) is not None}
-    declared = {kept[name] for name in declared_images(table.schema.metadata) if name in kept}
+    declared = {kept[name] for name in declared_as(table.schema.metadata, "Image", "Video") if name in kept}
+    arrays = {kept[name] for name in declared_as(table.schema.metadata, "Array3D") if name in kept}
     table = table.select(list(kept)).rename_columns(list(kept.values()))
     needed = rules.required(table.column_names, where)
     for name in needed:
@@ -117,7 +132,8 @@ def _table(table: pa.Table, rules: ColumnRules, where: str, images: Iterator[Any
         truth = pc.struct_field(table.column("reward_model"), "ground_truth")
         _require_filled(truth, "reward_model.ground_truth", where)
     _require_servable(table, where)
-    found = _found(table, needed[0], images, declared.difference(SEPARATE))
+    pictured, pixels = _without_pixels(table, arrays)
+    found = _found(pictured, needed[0], images, declared.union(pixels).difference(SEPARATE))
     types = {field.name: str(field.type).removeprefix("large_") for field in table.schema}
     return FileRows(table.num_rows, lambda index: _own_keys(plain(table.slice(index, 1).to_pylist()[0])), found, types)
 
@@ -200,7 +216,7 @@ def _found(table: pa.Table, text: str, images: Iterator[Any] | None, declared: C
         for name, column in zip(table.column_names, table.columns, strict=True)
         if name in named or (name not in SEPARATE and _may_show(column))
     ]
-    if images is None and not others:
+    if images is None and not others and not _may_show(table.column(text), AS_LINE):
         return None
     slices = (table.slice(row, ROWS_AT_ONCE) for row in range(0, table.num_rows, ROWS_AT_ONCE))
     rows = (row for some in slices for row in some.select([text, *others]).to_pylist())
@@ -208,19 +224,56 @@ def _found(table: pa.Table, text: str, images: Iterator[Any] | None, declared: C
     return ((image, row[text], unread(row | {IMAGES: image}, declared)) for row, image in both)
 
 
-def _may_show(column: pa.ChunkedArray) -> bool:
-    """Whether some value may be an image or have one in it."""
+def _may_show(column: pa.ChunkedArray, text: str = AS_TEXT) -> bool:
+    """Whether some value may be an image or have one in it. `text`: the pattern of a text that has one."""
     kind, types = column.type, pa.types
     if types.is_struct(kind):
-        parts = [pc.struct_field(column, [at]) for at in range(kind.num_fields)]
-        return IMAGE_STRUCT.issuperset(field.name for field in kind) or any(map(_may_show, parts))
-    if types.is_list(kind) or types.is_large_list(kind) or types.is_fixed_size_list(kind):
-        return _may_show(pc.list_flatten(column))
+        parts, names = [pc.struct_field(column, [at]) for at in range(kind.num_fields)], {field.name for field in kind}
+        return IMAGE_STRUCT.issuperset(names) or may_hide(names) or any(_may_show(part, text) for part in parts)
+    if _is_list(kind):
+        return _has_pixels(column) or _may_show(pc.list_flatten(column), text)
     if types.is_dictionary(kind):
-        return any(_may_show(pa.chunked_array([chunk.dictionary])) for chunk in column.chunks)
+        return any(_may_show(pa.chunked_array([chunk.dictionary]), text) for chunk in column.chunks)
     if types.is_string(kind) or types.is_large_string(kind):
-        return bool(pc.any(pc.match_substring_regex(column, AS_TEXT)).as_py())
+        return bool(pc.any(pc.match_substring_regex(column, text)).as_py())
     return not (_is_number(kind) or types.is_temporal(kind))
+
+
+def _is_list(kind: pa.DataType) -> bool:
+    return bool(pa.types.is_list(kind) or pa.types.is_large_list(kind) or pa.types.is_fixed_size_list(kind))
+
+
+def _without_pixels(table: pa.Table, declared: Collection[str]) -> tuple[pa.Table, set[str]]:
+    """Replace columns of pixels by whether a row has some: as Python's numbers they would take minutes. Return also
+    their names. `declared`: columns of arrays by the file's own account."""
+    found = set[str]()
+    for at, (name, column) in enumerate(zip(table.column_names, table.columns, strict=True)):
+        inner = column
+        while _is_list(inner.type) and not _has_pixels(inner, name in declared):
+            inner = pc.list_flatten(inner)
+        if _is_list(inner.type) and name not in APART:
+            found.add(name)
+            table = table.set_column(at, name, pc.greater(pc.coalesce(pc.list_value_length(column), 0), 0))
+    return table, found
+
+
+def _has_pixels(column: pa.ChunkedArray, declared: bool = False) -> bool:
+    """Whether the values are [height, width, channels] whole numbers of pixels; if `declared`, in any order."""
+    if not (_is_list(kind := column.type) and _is_list(kind := kind.value_type) and _is_list(kind := kind.value_type)):
+        return False
+    if not pa.types.is_integer(kind.value_type):
+        return False
+    lengths = []
+    for _ in range(3):
+        found = pc.list_value_length(column)
+        lengths.append(pc.min_max(found.filter(pc.greater(found, 0))).as_py())
+        column = pc.list_flatten(column)
+    values = pc.min_max(column).as_py()
+    if values["min"] is None or values["min"] < 0 or not LEAST_BRIGHT <= values["max"] <= BRIGHTEST:
+        return False
+    height, width, channels = lengths
+    is_high = height["min"] >= LEAST_SIDE and width["min"] >= LEAST_SIDE
+    return declared or (is_high and channels["min"] == channels["max"] in CHANNELS)
 
 
 def _images_in(file: pq.ParquetFile, column: str) -> Iterator[Any]:

@@ -7,8 +7,10 @@ from collections.abc import Collection, Mapping
 from functools import lru_cache
 from typing import Any
 
+import numpy as np
+
 from buffer.data.columns import is_missing
-from buffer.data.image_rows import IMAGES
+from buffer.data.image_rows import IMAGES, MARK
 
 HOLDER = r"(path|(file_?)?name|file|ur[il]|src|data|bytes|base64|b64)s?"
 KIND = "image|img|picture|photo|screen_?shot|jpe?g|png|webp|(?P<video>video)"
@@ -35,8 +37,22 @@ MAGIC = re.compile(
 AS_TEXT = r"^\s*(data:(image|video)/|(iVBORw0KGgo|/9j/|R0lGOD[dl]h|UklGR.{6}XRUJQ)[A-Za-z0-9+/]{16})"
 """How data URLs begin, and PNG, JPEG, GIF and WEBP files in base64. Arrow reads this pattern too."""
 WRITTEN = re.compile(AS_TEXT)
+AS_LINE = r"(?m)^[ \t]*data:(image|video)/[\w.+-]+(;[^,\s]*)?,\S{16,}\s*$"
+"""A data URL on a line by itself. Within a line it may be code that the prompt is about."""
+A_LINE = re.compile(AS_LINE)
 SEPARATE = (IMAGES, "videos", "prompt", "problem", "answer", "reward_model")
 """Columns whose images are read or have an error of their own, and what only the reward sees."""
+APART = (
+    *("answer", "answers", "ground_truth", "solution", "reward_model"),
+    *("tools", "tool_calls", "function_call", "arguments", "parameters"),
+)
+"""Keys of truths, and of calls and their definitions: names and addresses of images are facts there."""
+PARTS = ("image", "image_url", "input_image")
+"""Types of parts of messages."""
+LEAST_SIDE, LEAST_BRIGHT, BRIGHTEST = 8, 16, 255
+"""An array of pixels has sides of LEAST_SIDE and a value of LEAST_BRIGHT at least. Worlds of a game made of cells are
+smaller or have fewer kinds."""
+CHANNELS = (3, 4)
 ALONE = "set model.text_alone: true"
 
 
@@ -47,7 +63,11 @@ def unread(row: Mapping[str, Any], declared: Collection[str] = ()) -> str:
         return ""
     names = may_hold(tuple(row))
     for name, value in row.items():
+        if name in ("prompt", "problem") and spells(value):
+            problem = f"a data URL of an image in {name}, and images are read from a list in the column {IMAGES}"
+            return f"{problem}; move it there, and write {MARK} in its place, or {ALONE}"
         named, shown = name in names and holds(name, value), name not in SEPARATE and shows(value)
+        shown = shown or (name not in SEPARATE and name not in APART and hides(value))
         if named or shown or (name in declared and holds("image", value)):
             return _problem(name)
     return ""
@@ -92,14 +112,43 @@ def shows(value: Any) -> bool:
     return isinstance(value, bytes) and MAGIC.match(value) is not None
 
 
-def declared_images(metadata: Mapping[bytes, bytes] | None) -> list[str]:
-    """The columns of a parquet file that are Hugging Face's `Image` or `Video`, or a list of it. Other programs may
+def hides(value: Any) -> bool:
+    """Whether a struct in `value` names an image by its keys, or a list in it is an array of pixels."""
+    if isinstance(value, Mapping):
+        names_one = any(holds(_as(key), value[key]) for key in image_keys(tuple(value)))
+        return names_one or _is_part(value) or any(hides(part) for key, part in value.items() if key not in APART)
+    return isinstance(value, list | tuple) and (_is_pixels(value) or any(map(hides, value)))
+
+
+@lru_cache(1024)
+def image_keys(keys: tuple[str, ...]) -> tuple[str, ...]:
+    """The keys of a struct that may hold an image. Addresses of videos are common facts of texts."""
+    found = ((key, NAME.fullmatch(key)) for key in keys if key not in APART)
+    return tuple(key for key, match in found if match and not match["video"])
+
+
+def may_hide(keys: Collection[str]) -> bool:
+    """Whether a struct with these keys may have an image for `hides` or `shows`."""
+    return bool(image_keys(tuple(keys))) or "type" in keys or IMAGE_STRUCT.issubset(keys)
+
+
+def spells(value: Any) -> bool:
+    """Whether a line of a text, or of the texts of messages, is a data URL of an image."""
+    if isinstance(value, str):
+        return A_LINE.search(value) is not None
+    if isinstance(value, Mapping):
+        return value.get("role") != "assistant" and (spells(value.get("content")) or spells(value.get("text")))
+    return isinstance(value, list) and any(map(spells, value))
+
+
+def declared_as(metadata: Mapping[bytes, bytes] | None, *kinds: str) -> list[str]:
+    """The columns of a parquet file that have these kinds of Hugging Face, or are a list of them. Other programs may
     write anything there."""
     try:
         features = json.loads((metadata or {}).get(b"huggingface", b""))["info"]["features"].items()
     except (ValueError, LookupError, TypeError, AttributeError):
         return []
-    return [name for name, feature in features if _kind(feature) in ("Image", "Video")]
+    return [name for name, feature in features if _kind(feature) in kinds]
 
 
 def _kind(feature: Any) -> Any:
@@ -117,3 +166,31 @@ def _is_file(struct: Mapping[str, Any]) -> bool:
         return False
     path = str(struct.get("path") or "")
     return AN_IMAGE_FILE.fullmatch(path) is not None or (len(struct) == 2 and not WITH_ENDING.fullmatch(path))
+
+
+def _as(key: str) -> str:
+    """The name by which a key is judged. `image` in a struct often names a container."""
+    return "image_name" if key in ("image", IMAGES) else key
+
+
+def _is_part(struct: Mapping[str, Any]) -> bool:
+    """Whether a struct is a part of a message, or `bytes` and `path` with further keys, as a number may count bytes."""
+    if struct.get("type") in PARTS and holds("image_name", struct):
+        return True
+    is_file = IMAGE_STRUCT.issubset(struct) and not isinstance(struct["bytes"], int)
+    return is_file and AN_IMAGE_FILE.fullmatch(str(struct["path"] or "")) is not None
+
+
+def _is_pixels(value: Any) -> bool:
+    """[height, width, channels] whole numbers."""
+    first = value
+    for least in (LEAST_SIDE, LEAST_SIDE, min(CHANNELS)):
+        if not isinstance(first, list | tuple) or len(first) < least:
+            return False
+        first = first[0]
+    try:
+        array = np.array(value)
+    except (ValueError, OverflowError):  # the lists differ in length
+        return False
+    is_image = array.ndim == 3 and array.dtype.kind in "iu" and array.shape[2] in CHANNELS
+    return is_image and array.min() >= 0 and LEAST_BRIGHT <= array.max() <= BRIGHTEST

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from configs.variables import private_folder
 
-FORMAT = 5
+FORMAT = 6
 """Version of the index and of the rules for rows."""
 DIGEST_BYTES = 32
 

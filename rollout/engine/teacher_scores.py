@@ -56,7 +56,7 @@ class TeacherScores:
                 raise ValueError(f"ScoreTexts.texts.{at}: token {wrong} is out of vocabulary; {vocabulary} are known")
         pairs = zip(asked.texts, asked.sampled, strict=True)
         asking = [
-            asyncio.ensure_future(self._of(engine, text.numpy(), sampled.numpy().astype(bool), asked.top_k))
+            asyncio.ensure_future(self._of(engine, text.numpy(), sampled.numpy().astype(bool), asked))
             for text, sampled in pairs
         ]
         try:
@@ -67,7 +67,19 @@ class TeacherScores:
         logprobs, ids, top = ([Array.of(each[at]) for each in found] for at in range(3))
         return Scores(logprobs=logprobs, ids=ids, top=top)
 
-    async def _of(self, engine: AsyncLLM, text: np.ndarray, sampled: np.ndarray, top_k: int) -> Found:
+    async def _of(self, engine: AsyncLLM, text: np.ndarray, sampled: np.ndarray, asked: ScoreTexts) -> Found:
+        """Ask for more tokens while too few are ones of the policy."""
+        theirs, wanted, top_k = engine.model_config.get_vocab_size(), asked.top_k, asked.top_k
+        most = top_k + max(0, theirs - asked.vocabulary)
+        while True:
+            own, ids, top = await self._best(engine, text, sampled, wanted)
+            known = ids < asked.vocabulary
+            if (known.sum(axis=1) >= top_k).all():
+                first = np.argsort(~known, axis=1, kind="stable")[:, :top_k]
+                return own, np.take_along_axis(ids, first, 1), np.take_along_axis(top, first, 1)
+            wanted = min(2 * wanted, most)
+
+    async def _best(self, engine: AsyncLLM, text: np.ndarray, sampled: np.ndarray, top_k: int) -> Found:
         parameters = SamplingParams(
             max_tokens=1,
             temperature=0.0,

@@ -76,7 +76,7 @@ def arguments(config: Config, number: int, cpu: bool) -> dict[str, Any]:
         "enable_prefix_caching": False,  # vLLM reads nothing from it for prompt_logprobs
     }
     defaults |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_BYTES} if cpu else {}
-    top = {} if config.teacher.top_k is None else {"max_logprobs": config.teacher.top_k}
+    top = {} if config.teacher.top_k is None else {"max_logprobs": -1}  # a request may need more than top_k of them
     assert teacher.model is not None, "it is served"
     given = {**defaults, **teacher.engine}
     return {

@@ -4,7 +4,7 @@ image."""
 from collections.abc import Collection, Mapping
 from typing import Any
 
-from buffer.data.image_columns import holds, may_hold, shows
+from buffer.data.image_columns import holds, may_hold, shows, spells
 from buffer.data.image_rows import IMAGES, MARK
 from rollout.chat.messages import parsed_arguments
 from rollout.errors import PromptError
@@ -22,12 +22,13 @@ def messages_of(row: Mapping[str, Any], template: str, seeing: bool = False) -> 
         empty = [name for name in ("prompt", "problem") if name in row]
         what = f"the {empty[0]} of the row is empty: {row[empty[0]]!r:.40}" if empty else ""
         raise PromptError(what or f"the row has neither prompt nor problem, but {', '.join(row)}")
-    if isinstance(prompt, str):
-        return [{"role": "user", "content": whole("the prompt of the row", prompt)}]
-    if not isinstance(prompt, list):
-        raise PromptError(f"the prompt of the row is {prompt!r:.40}; a text or a list of messages is needed")
     images = bool(row.get(IMAGES))
-    chat = [message_of(number, message, template, images) for number, message in enumerate(prompt)]
+    if isinstance(prompt, str):
+        chat = [{"role": "user", "content": whole("the prompt of the row", prompt)}]
+    elif isinstance(prompt, list):
+        chat = [message_of(number, message, template, images) for number, message in enumerate(prompt)]
+    else:
+        raise PromptError(f"the prompt of the row is {prompt!r:.40}; a text or a list of messages is needed")
     if seeing and not images:
         _require_no_image(chat)
     return chat
@@ -62,6 +63,9 @@ def _with_arguments(call: Mapping[str, Any], texts: bool) -> dict[str, Any]:
 
 def _require_no_image(chat: Collection[Mapping[str, Any]]) -> None:
     for number, message in enumerate(chat):
+        if spells(message):
+            problem = f"message {number} has a data URL of an image, and images are read from the column {IMAGES}"
+            raise PromptError(f"{problem} of the row; move it there, and write {MARK} in its place")
         named = (IMAGES, *may_hold(tuple(message)))
         for key, value in message.items():
             if (key in named and holds(key, value)) or (key not in ("content", "tool_calls") and shows(value)):

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from buffer.data.images import ImageFormat
+from buffer.data.images import ImageFormat, read_model_file
+from buffer.wire.values import LARGEST
+from configs.architecture import text_config
 from configs.checks import check, max_episode_tokens, max_sample_tokens
 from configs.load import ConfigError
 from configs.schema import NO_REWARD, Config
@@ -65,7 +67,8 @@ class RolloutSetup:
             return self
         if lines := list(other_vocabularies(config, self.prompts.tokenizer)):
             raise ConfigError(lines)
-        return replace(self, teachers=Teachers(config.teacher, config.run.path / "keys"))
+        known = text_config(read_model_file(config.model.path, "config.json") or {}).get("vocab_size") or LARGEST
+        return replace(self, teachers=Teachers(config.teacher, config.run.path / "keys", known))
 
     async def __aenter__(self) -> "RolloutSetup":
         async with AsyncExitStack() as entered:

@@ -16,11 +16,12 @@ from rollout.cage.cage import Cage
 from rollout.errors import RewardError, all_errors
 from rollout.rewards import load_reward
 from rollout.rewards.convention import ASKED, Answer, Score
-from rollout.rewards.models.http_model import ServersAway
+from rollout.rewards.models.http_model import ServerFailed, ServersAway
 from rollout.rewards.models.own_servers import OwnServers
 
 MOST_LOSSES = 3
 """A call may be what ends the run's servers."""
+LOST = (ServersAway.__name__, ServerFailed.__name__)
 
 
 class RewardPool:
@@ -100,7 +101,7 @@ class PartScorer:
                 return await self._call(answers)
             except RewardError as error:
                 losses += 1
-                if self._servers is None or error.origin != ServersAway.__name__ or losses >= MOST_LOSSES:
+                if self._servers is None or error.origin not in LOST or losses >= MOST_LOSSES:
                     raise
                 self._servers.lost()
 

@@ -1,6 +1,7 @@
 """Messages between rollout servers and the teacher servers of the run: a request and its answer over HTTP, in
 MessagePack. A teacher server that the run does not start is asked as vLLM's own API wants it (`teacher_client.py`)."""
 
+from collections.abc import Iterator, Sequence
 from typing import Annotated
 
 from pydantic import Field
@@ -10,13 +11,18 @@ from buffer.wire.message import Array, LongName, Many, Message, pack, unpack
 PATH = "/headrace/scores"
 CONTENT_TYPE = "application/msgpack"
 MOST_TOP = 2**20
+MOST_BYTES = 32 * 2**20
+"""Of one request; a server takes 64 MiB (`reward_limits.py`)."""
+TOKEN_BYTES, TEXT_BYTES = 5, 128
+"""In a request: int32 and uint8 for each token, and what each text adds."""
 
 
 class ScoreTexts(Message):
     """Ask for the log-probabilities of each token of `texts`, given the tokens before it.
 
     >>> tokens, sampled = np.array([5, 6, 7], np.int32), np.array([0, 1, 1], np.uint8)
-    >>> ScoreTexts(model="Qwen/Qwen2.5-7B-Instruct", texts=[Array.of(tokens)], sampled=[Array.of(sampled)], top_k=0)
+    >>> arrays = {"texts": [Array.of(tokens)], "sampled": [Array.of(sampled)]}
+    >>> ScoreTexts(model="Qwen/Qwen2.5-7B-Instruct", **arrays, top_k=0, vocabulary=151936)
     """
 
     model: LongName
@@ -26,6 +32,8 @@ class ScoreTexts(Message):
     sampled: Many[Array]
     """[tokens] uint8 each: 1 where `top_k` tokens are wanted"""
     top_k: Annotated[int, Field(ge=0, le=MOST_TOP)]
+    vocabulary: Annotated[int, Field(ge=1)]
+    """Tokens of the policy: the most probable ones are among these. The teacher may have more rows in its embedding."""
 
 
 class Scores(Message):
@@ -37,6 +45,18 @@ class Scores(Message):
     """[sampled tokens, top_k] int32 each: the most probable tokens"""
     top: Many[Array]
     """[sampled tokens, top_k] float32 each: their log-probabilities"""
+
+
+def parts_of(texts: Sequence[Sequence[int]], most_bytes: int = MOST_BYTES) -> Iterator[slice]:
+    """Yield consecutive texts that fit into one request together."""
+    start = size = 0
+    for at, text in enumerate(texts):
+        added = TOKEN_BYTES * len(text) + TEXT_BYTES
+        if at > start and size + added > most_bytes:
+            yield slice(start, at)
+            start, size = at, 0
+        size += added
+    yield slice(start, len(texts))
 
 
 def packed(message: Message) -> bytes:

@@ -10,6 +10,7 @@ import numpy as np
 from pydantic import ValidationError
 
 from buffer.keys import load_token
+from buffer.wire.values import LARGEST
 from configs.schema import TeacherConfig
 from configs.teachers import key_of
 from rollout.episodes.stages import Stay
@@ -24,10 +25,11 @@ MOST_LOSSES = 3
 
 
 class Teachers:
-    """All teachers of the run. Raises ValueError, and KeysError when entered."""
+    """All teachers of the run. `vocabulary`: tokens of the policy. Raises ValueError, and KeysError when entered."""
 
-    def __init__(self, config: TeacherConfig, keys: Path) -> None:
-        self._by_source, self._keys = {source: Teacher(config, source) for source in config.teachers}, keys
+    def __init__(self, config: TeacherConfig, keys: Path, vocabulary: int = LARGEST) -> None:
+        self._by_source = {source: Teacher(config, source, vocabulary) for source in config.teachers}
+        self._keys = keys
         self._waiting: set[Stay] = set()
         self._tokens, self._since = 0, time.monotonic()
 
@@ -68,13 +70,14 @@ class Teachers:
 class Teacher:
     """One teacher and its servers."""
 
-    def __init__(self, config: TeacherConfig, source: str) -> None:
+    def __init__(self, config: TeacherConfig, source: str, vocabulary: int) -> None:
         self.source, given, urls = source, config.teachers[source], config.urls_of(source)
         key = key_of(config, source)
         asked: dict[str, Any] = {"url": urls, "model": given.model, "api_key_env": given.api_key_env}
         try:
             asked |= {"timeout_s": config.timeout_s, "retries": config.retries, "top_k": config.top_k, "name": key}
             kind: type[OwnTeacher | TeacherClient] = OwnTeacher if given.servers else TeacherClient
+            asked |= {"vocabulary": vocabulary} if given.servers else {}
             self._client = kind.model_validate(asked)
         except ValidationError as error:
             first = error.errors(include_url=False)[0]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
+from pydantic import PrivateAttr
 
 from buffer.wire.message import Array
 from buffer.wire.values import LARGEST as MOST_TOKEN
@@ -15,7 +16,7 @@ from buffer.wire.values import LEAST_LOGPROB
 from rollout.errors import TeacherError
 from rollout.rewards.models.http_model import HttpModel
 from rollout.teachers import messages
-from rollout.teachers.messages import CONTENT_TYPE, ScoreTexts
+from rollout.teachers.messages import CONTENT_TYPE, MOST_BYTES, ScoreTexts, parts_of
 
 PATH = "/v1/completions"
 SAMPLING = {"max_tokens": 1, "temperature": 0, "add_special_tokens": False}
@@ -40,13 +41,28 @@ class OwnTeacher(HttpModel):
 
     name: str = "teacher"
     top_k: int | None = None
+    vocabulary: int = MOST_TOKEN
+    """Tokens of the policy."""
+    _most_bytes: int = PrivateAttr(MOST_BYTES)
 
     async def opinions(self, texts: Sequence[Sequence[int]], sampled: Sequence[np.ndarray]) -> list[Opinion]:
         """`sampled`: [tokens] bool for each text. Raises TeacherError for an incomplete answer, RewardError as `post`
         does."""
+        found: list[Opinion] = []
+        for part in parts_of(texts, self._most_bytes):
+            found += await self._asked(texts[part], sampled[part])
+        return found
+
+    async def _asked(self, texts: Sequence[Sequence[int]], sampled: Sequence[np.ndarray]) -> list[Opinion]:
         tokens = [Array.of(np.array(text, np.int32)) for text in texts]
         places = [Array.of(of.astype(np.uint8)) for of in sampled]
-        asked = ScoreTexts(model=self.model or "", texts=tokens, sampled=places, top_k=self.top_k or 0)
+        asked = ScoreTexts(
+            model=self.model or "",
+            texts=tokens,
+            sampled=places,
+            top_k=self.top_k or 0,
+            vocabulary=self.vocabulary,
+        )
         reply = await self.post_bytes(messages.PATH, messages.packed(asked), CONTENT_TYPE)
         try:
             found = messages.read_answer(reply, asked)

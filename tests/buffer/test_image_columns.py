@@ -12,6 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from actors.doctor.run_file import judge
+from buffer.data.formats import _without_pixels
 from buffer.data.image_columns import unread
 from buffer.data.images import FILE_KINDS
 from buffer.problems import ProblemsError, check_images, load_problems
@@ -22,6 +23,8 @@ from tests.buffer.test_images import CONFIG, PROCESSOR, RGB, file, model
 from tests.harness.weightless import add_weights
 
 PNG = file(RGB)
+PIXELS = [[[200, 0, 7]] * 8] * 9
+URL = "data:image/png;base64,iVBORw0KGgoAAAANSUhEUg"
 TEXT = {"problem": "which?", "answer": "red"}
 SEEN = {"problem": "<image>which?", "answer": "red", "images": ["a.png"]}
 
@@ -58,6 +61,15 @@ BY_VALUE = {
     "a data URL": "data:image/png;base64,iVBORw0KGgo",
     "data URLs": ["data:image/svg+xml,%3Csvg"],
     "a data URL in a struct": {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo"}},
+    "pixels": PIXELS,
+    "pixels in a struct": {"state": PIXELS},
+    "several arrays of pixels": [PIXELS, PIXELS],
+    "an address in a struct": {"image": {"url": "https://example.org/7"}},
+    "names in a struct": {"split": "train", "images": ["a.png"]},
+    "a path in a struct": {"split": "train", "image_path": "photos/7"},
+    "a list of structs with names": [{"caption": "red", "image": "a.png"}],
+    "a part of a message": [{"type": "image", "url": "a"}],
+    "a struct of a path and sizes": {"bytes": None, "path": "a.png", "width": 3},
     "bytes": PNG,
     **{f"{kind} bytes": file(RGB, kind) for kind in FILE_KINDS},
     **{f"{kind} in base64": b64encode(file(RGB, kind)).decode() for kind in ("GIF", "JPEG", "PNG", "WEBP")},
@@ -71,6 +83,20 @@ FACTS = {
     "words on data URLs": "begins with data:image/png",
     "text": {"path": "src/main.py"},
     "numbers": [1, 2.0, None],
+    "an address in a text": "https://example.org/a.png has a red house",
+    "the name of a file": {"file_name": "a.png", "source": "https://example.org/a.png"},
+    "a container": {"environment": {"image": "ubuntu:22.04", "cpus": 1}},
+    "a container by its parts": {"image": {"name": "ubuntu", "tag": "22.04"}},
+    "a truth": {"ground_truth": {"image_path": "photos/7.png"}, "solution": {"image": "a.png"}},
+    "a call": [{"name": "detect", "arguments": {"image_url": "https://example.org/7.png"}}],
+    "a definition of a tool": {"properties": {"image_url": {"type": "string", "description": "a.png"}}},
+    "the address of a video": {"video_url": "https://example.org/7"},
+    "no images": {"split": "train", "images": [], "image": None, "image_path": ""},
+    "a world of a game": [[[2, 5, 0]] * 8] * 8,
+    "grids": [[[1, 9] * 8] * 16] * 3,
+    "triples": [[[1, 200, 3]] * 3] * 20,
+    "vectors": [[[0.5, 20.0, 1.0]] * 9] * 9,
+    "numbers beyond a byte": [[[256, 0, 0]] * 8] * 8,
 }
 NONE = {
     "nothing": {"image": None, "img": b"", "pictures": [], "photo": {"bytes": None, "path": None}, "image_url": ""},
@@ -154,6 +180,58 @@ def test_a_column_is_an_image_if_its_file_declares_it_so(tmp_path: Path, feature
         table = pa.Table.from_pylist([TEXT | {"it": paths}]).replace_schema_metadata(declared)
         pq.write_table(table, path := tmp_path / "train.parquet")
         assert bool(load_problems(path, DataConfig(train=path)).unread) == found
+
+
+@pytest.mark.parametrize("kind", ["Array3D", "Value"])
+def test_an_array_that_its_file_declares_is_an_image_in_any_order_of_sides(tmp_path: Path, kind: str) -> None:
+    feature = {"shape": [3, 4, 5], "dtype": "uint8", "_type": kind}
+    declared = {b"huggingface": json.dumps({"info": {"features": {"it": feature}}}).encode()}
+    pixels = pa.list_(pa.list_(pa.list_(pa.uint8())))
+    table = pa.table({"it": pa.array([None, [[[0, 90, 7, 0, 255]] * 4] * 3], pixels)})
+    for name, value in TEXT.items():
+        table = table.append_column(name, [[value] * 2])
+    pq.write_table(table.replace_schema_metadata(declared), path := tmp_path / "train.parquet")
+    line = load_problems(path, DataConfig(train=path)).unread
+    assert ("row 1: the row has a column it, and images are read" in line) == (kind == "Array3D") and bool(line) == (
+        kind == "Array3D"
+    )
+
+
+def test_columns_of_pixels_are_never_python_s_numbers(tmp_path: Path) -> None:
+    """A file of ten thousand photos would take minutes and many GiB."""
+    table, pixels = _without_pixels(pa.Table.from_pylist([TEXT | {"it": None}, TEXT | {"it": [PIXELS]}]), ())
+    assert pixels == {"it"} and table.column("it").to_pylist() == [False, True]
+
+
+SPELLED = {
+    "a prompt": URL,
+    "a line of a prompt": f"Which colour?\n{URL}\n",
+    "a message": [{"role": "system", "content": "Look."}, {"role": "user", "content": URL}],
+    "a part of a message": [{"role": "user", "content": [{"type": "text", "text": URL}]}],
+    "a drawing": "data:image/svg+xml,%3Csvg%20width='9'%3E",
+}
+PROMPTS = {
+    "code": f"Shorten `background: url({URL})`.",
+    "a question": "data:image/png;base64 is how what begins?",
+    "its own shortest form": "data:image/gif;base64,R0lGOD",
+    "a path": "Which colour has photos/a.png?",
+    "an address": "https://example.org/a.png",
+    "what the model said": [{"role": "user", "content": "Draw."}, {"role": "assistant", "content": URL}],
+}
+
+
+@pytest.mark.parametrize("name", ["prompt", "problem"])
+@pytest.mark.parametrize("write", [as_parquet, as_lines])
+@pytest.mark.parametrize("prompt", [*SPELLED.values(), *PROMPTS.values()], ids=[*SPELLED, *PROMPTS])
+def test_a_prompt_that_is_a_data_url_is_found(tmp_path: Path, write: Write, name: str, prompt: Any) -> None:
+    first: Any = [{"role": "user", "content": "which?"}] if isinstance(prompt, list) else "which?"
+    if isinstance(prompt, list) and isinstance(prompt[-1]["content"], list):
+        first = [{"role": "user", "content": [{"type": "text", "text": "which?"}]}]
+    path = write(tmp_path / "train", [{name: first, "answer": "red"}, {name: prompt, "answer": "red"}])
+    line = load_problems(path, DataConfig(train=path)).unread
+    problem = f"the row has a data URL of an image in {name}, and images are read from a list in the column images"
+    assert (f"{'row 1' if write is as_parquet else 'line 3'}: {problem}; move it" in line) == bool(line)
+    assert bool(line) == (prompt in SPELLED.values())
 
 
 def test_a_video_is_not_to_be_written_as_images() -> None:

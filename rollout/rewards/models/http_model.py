@@ -35,6 +35,10 @@ class ServersAway(RewardError):
     """No server takes a connection, or a connection was lost."""
 
 
+class ServerFailed(ServersAway):
+    """A server answers with status 500. vLLM's does so for some seconds between its engine's end and its own."""
+
+
 class HttpModel(Section):
     """A model server, or several of the same model."""
 
@@ -113,7 +117,7 @@ class HttpModel(Section):
             try:
                 return await self._post_once(self._session, path, sent)
             except TryAgain as error:
-                if attempt >= self.retries or (self._own and isinstance(error.failure, ServersAway)):
+                if attempt >= self.retries or (self._own and type(error.failure) is ServersAway):
                     error.failure.temporary = True
                     raise error.failure from None
                 wait_s = min(MOST_WAIT_S, self._first_wait_s * 2**attempt) * random.uniform(0.75, 1.25)
@@ -152,7 +156,8 @@ class HttpModel(Section):
     def _check(self, answer: "HttpAnswer", status: int, retry_after: str) -> None:
         if status >= 500 or status in PASSING:
             wait_s = float(retry_after) if retry_after.isdigit() else 0.0
-            failure = RewardError(f"{answer.url}: status {status}: {answer.line}")
+            kind = ServerFailed if status == 500 else RewardError
+            failure = kind(f"{answer.url}: status {status}: {answer.line}")
             raise TryAgain(failure, min(wait_s, 4 * MOST_WAIT_S))
         if status != 200:
             raise RewardError(f"{answer.url}: status {status}: {answer.line}")

@@ -24,13 +24,18 @@ SAMPLED = [[0, 0, 1, 0, 1, 1, 0], [0, 1], [0]]
 
 
 def request(
-    texts: list[list[int]] = TEXTS, sampled: list[list[int]] = SAMPLED, top_k: int = 0, model: str = MODEL
+    texts: list[list[int]] = TEXTS,
+    sampled: list[list[int]] = SAMPLED,
+    top_k: int = 0,
+    model: str = MODEL,
+    vocabulary: int = 512,
 ) -> ScoreTexts:
     return ScoreTexts(
         model=model,
         texts=[Array.of(np.array(text, np.int32)) for text in texts],
         sampled=[Array.of(np.array(each, np.uint8)) for each in sampled],
         top_k=top_k,
+        vocabulary=vocabulary,
     )
 
 
@@ -169,6 +174,35 @@ async def test_texts_that_vllm_aborts_are_no_fault_of_the_request() -> None:
     """Any error but ValueError is answered with status 500, and the request is made again."""
     with pytest.raises(RuntimeError, match="vLLM ended a text of 7 tokens with 0 log-probabilities"):
         await posted(packed(request(TEXTS[:1], SAMPLED[:1])), Vllm(ends=True))
+
+
+class Padded:
+    """A teacher of eight tokens, of which the last is the most probable one."""
+
+    model_config = SimpleNamespace(get_vocab_size=lambda: 8)
+
+    def __init__(self) -> None:
+        self.asked: list[int] = []
+
+    async def generate(self, prompt: Any, parameters: Any, request_id: str) -> AsyncIterator[Any]:
+        self.asked.append(parameters.prompt_logprobs)
+        best = list(range(7, 7 - parameters.prompt_logprobs, -1))
+        ids = [each for token in prompt["prompt_token_ids"][1:] for each in (token, *best)]
+        yield SimpleNamespace(prompt_logprobs=SimpleNamespace(token_ids=ids, logprobs=[-9.0 + each for each in ids]))
+
+
+@pytest.mark.parametrize(
+    ("vocabulary", "best", "wanted"), [(8, [7, 6], [2]), (7, [6, 5], [2, 3]), (4, [3, 2], [2, 4, 6])]
+)
+async def test_the_most_probable_tokens_are_ones_that_the_policy_has(
+    vocabulary: int, best: list[int], wanted: list[int]
+) -> None:
+    asked, teacher = request([[1, 2, 3]], [[0, 1, 1]], 2, vocabulary=vocabulary), Padded()
+    status, body = await posted(packed(asked), teacher)
+    found = read_answer(body, asked)
+    assert status == 200 and found.ids[0].numpy().tolist() == [best] * 2 and teacher.asked == wanted
+    assert found.top[0].numpy().tolist() == [[-9.0 + token for token in best]] * 2
+    assert found.logprobs[0].numpy().tolist() == [0.0, -7.0, -6.0]
 
 
 async def test_work_for_a_client_that_left_is_cancelled() -> None:

@@ -57,6 +57,12 @@ def test_a_teacher_of_cohere_sees_as_many_tokens_as_transformers_lets_it(tmp_pat
     assert given == {"head_dtype": "float32", "sliding_window": 511}
 
 
+def test_a_server_may_be_asked_for_more_than_top_k_tokens(tmp_path: Path) -> None:
+    """As many as the teacher has: some may be none of the policy's."""
+    config = load([*with_folders(tmp_path), "--teacher.top_k=16"])
+    assert teacher_server.arguments(config, 0, cpu=True)["max_logprobs"] == -1
+
+
 def test_a_run_without_teacher_servers_has_none_to_start() -> None:
     with pytest.raises(ValueError, match=r"--name: teacher-0 is no teacher server of this run; set teacher\.servers"):
         teacher_server.main([*NEEDED, "--reward.function=math"])

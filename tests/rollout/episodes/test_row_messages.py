@@ -74,6 +74,13 @@ def test_images_in_a_message_are_refused_for_a_model_that_sees(key: str, value: 
     assert messages_of(row | {"images": ["a.png"]}, "", seeing=True) == [message]
 
 
+def test_a_message_that_is_a_data_url_is_refused_for_a_model_that_sees():
+    row = {"prompt": "Which colour?\ndata:image/png;base64,iVBORw0KGgoAAAANSUhEUg"}
+    with pytest.raises(PromptError, match="message 0 has a data URL of an image, and images are read from the column"):
+        messages_of(row, "", seeing=True)
+    assert messages_of(row, "") == [{"role": "user", "content": row["prompt"]}]
+
+
 WRONG: list[tuple[Row, str]] = [
     (chat(("user", "hi"), ("assistant", None), ("user", "no")), "message 1, of role 'assistant', has the content None"),
     (chat(("user", [])), r"message 0, of role 'user', has the content \[\]; a text or a list of parts is needed"),

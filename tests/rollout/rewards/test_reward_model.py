@@ -178,9 +178,9 @@ async def test_what_is_no_logit_is_an_error(reply: tuple[int, Any], words: str):
         await reward.function.close()
 
 
-def own(port: int, timeout_s: float) -> RewardConfig:
+def own(port: int, timeout_s: float, **more: int) -> RewardConfig:
     """A run with a server of its own. A template, so that no tokenizer is loaded."""
-    kwargs = {"template": "{{ answer }}"}
+    kwargs = {"template": "{{ answer }}", **more}
     return RewardConfig(
         function="reward_model", kwargs=kwargs, model="m", servers=1, port=port, timeout_s=timeout_s
     )  # fmt: skip
@@ -216,6 +216,17 @@ async def test_a_call_that_loses_its_server_each_time_fails():
     ):
         with pytest.raises(RewardError, match="Server disconnected"):
             await asyncio.wait_for(pool.score(answers({}, "a")), 120)
+        assert len(server.requests) == 3
+
+
+async def test_a_call_is_made_again_after_its_server_s_engine_died():
+    """vLLM's server answers with status 500 for some seconds then."""
+    port = free_port()
+    async with (
+        RewardPool(own(port, timeout_s=5.0, retries=0)) as pool,
+        ModelServer(lambda body, number: ones(body, number) if number > 1 else (500, ""), port=port) as server,
+    ):
+        assert [score.reward for score in await asyncio.wait_for(pool.score(answers({}, "a")), 120)] == [1.0]
         assert len(server.requests) == 3
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from buffer.wire.message import Array
 from buffer.wire.protocol import WorkItem
@@ -16,19 +17,23 @@ from buffer.wire.sample import Sample, sample_stats
 from buffer.wire.values import Bounds
 from configs.load import load
 from configs.schema import TeacherConfig
+from rollout.engine.reward_limits import MOST_BODY
 from rollout.episodes.episode import Episodes, Failure, Group
 from rollout.episodes.setup import RolloutSetup
 from rollout.rewards.no_reward import NoReward
 from rollout.tasks.trajectory import Generate, Problem, Recorded, Trajectory, single_turn
-from rollout.teachers.messages import PATH, Scores, packed, read_request
+from rollout.teachers.messages import PATH, Scores, ScoreTexts, packed, parts_of, read_request
 from rollout.teachers.scoring import Teachers
+from rollout.teachers.teacher_client import OwnTeacher
 from tests.harness.fakes import FakeEngine, FakePrompts, FakeRewards, fake_sampler, until
 from tests.harness.keys import TOKEN, give_keys
 from tests.harness.model_server import ModelServer
 from tests.harness.ports import free_port
 from tests.harness.teaching import OTHERS, answered, by_context, completions, scores, teacher_server
 from tests.harness.toy import ROOT
+from tests.rollout.chat.chat_templates import chat_tokenizer
 
+VOCABULARY = 151936
 RUN = ROOT / "examples/countdown/quickstart.yaml"
 
 
@@ -42,7 +47,7 @@ async def episodes(
 ) -> AsyncIterator[Episodes]:
     """Episodes of three samples with these teachers, which answer `answer`."""
     engine = FakeEngine(lambda prompt: [ord(character) for character in answer])
-    async with Teachers(config, keys) as teachers:
+    async with Teachers(config, keys, VOCABULARY) as teachers:
         for each in teachers._by_source.values():
             each._client._first_wait_s = 0.001
         yield Episodes(FakePrompts(), task, fake_sampler(engine), rewards or FakeRewards(), 3, teachers=teachers)  # type: ignore[arg-type]
@@ -305,6 +310,57 @@ async def test_a_request_that_loses_the_runs_own_teacher_each_time_fails(tmp_pat
     assert isinstance(outcome, Failure) and outcome.kind == "infrastructure" and len(server.requests) == 3
 
 
+@pytest.mark.parametrize(("failures", "requests"), [(3, 4), (9, 6)])
+async def test_the_runs_own_teacher_is_asked_again_after_its_engine_died(
+    failures: int, requests: int, tmp_path: Path
+) -> None:
+    """vLLM's server answers with status 500 for some seconds then. It is waited for when the retries are over."""
+    port, keys = free_port(), give_keys(tmp_path / "run")
+    config = TeacherConfig(model="big", servers=1, port=port, retries=1)
+    reply = lambda body, number: (500, "") if number < failures else (200, answered(body))  # noqa: E731
+    async with episodes(config, keys) as made, ModelServer(reply, port=port) as server:
+        outcome = await asyncio.wait_for(made.run(item()), 120)
+    assert isinstance(outcome, Failure if failures > requests else Group) and len(server.requests) == requests
+
+
+async def test_a_group_beyond_one_request_is_asked_about_in_several(tmp_path: Path) -> None:
+    config = TeacherConfig(model="big", servers=1, port=free_port())
+    reply = lambda body, number: (200, answered(body))  # noqa: E731
+    async with (
+        ModelServer(reply, port=config.port) as server,
+        episodes(config, give_keys(tmp_path / "run")) as made,
+    ):
+        assert made.teachers is not None
+        client = made.teachers._by_source[""]._client
+        assert isinstance(client, OwnTeacher)
+        client._most_bytes = 400
+        outcome = await made.run(item())
+    assert isinstance(outcome, Group) and [len(read_request(body).texts) for *_, body in server.requests] == [2, 1]
+    for sample in outcome.samples:
+        assert sample.teacher_logprobs is not None and sample.teacher_logprobs.numpy().tolist() == expected(sample)
+
+
+def test_a_teacher_is_asked_for_tokens_of_the_policy_s_vocabulary(tmp_path: Path) -> None:
+    """With the rows of its embedding that no token has."""
+    chat_tokenizer("qwen2.5").save_pretrained(tmp_path)
+    (tmp_path / "config.json").write_text('{"vocab_size": 9999}')
+    words = (f"--model.path={tmp_path}", f"--teacher.model={tmp_path}", "--teacher.servers=1")
+    prompts = FakePrompts()
+    prompts.tokenizer = AutoTokenizer.from_pretrained(tmp_path)  # type: ignore[attr-defined]
+    made = RolloutSetup(prompts, single_turn, None).with_teachers(load([str(RUN), *words])).teachers  # type: ignore[arg-type]
+    assert made is not None
+    client = made._by_source[""]._client
+    assert isinstance(client, OwnTeacher) and client.vocabulary == 9999
+
+
+def test_a_server_takes_each_of_several_requests() -> None:
+    for texts in ([range(6_000_000)] * 3, [range(100)] * 150_000):
+        for part in parts_of(texts):
+            arrays = [[Array.of(np.zeros(len(text), kind)) for text in texts[part]] for kind in (np.int32, np.uint8)]
+            asked = ScoreTexts(model="m" * 200, texts=arrays[0], sampled=arrays[1], top_k=64, vocabulary=151936)
+            assert len(packed(asked)) < MOST_BODY
+
+
 async def test_an_episode_that_is_abandoned_leaves_no_request(tmp_path: Path) -> None:
     config = TeacherConfig(model="big", servers=1, port=free_port())
     async with episodes(config, give_keys(tmp_path / "run")) as made:
@@ -327,7 +383,8 @@ async def own_teacher(folder: Path, change: Callable[[Scores], Any], top_k: int 
     reply = lambda body, number: (200, change(scores(body)))  # noqa: E731
     async with ModelServer(reply, port=port) as server, episodes(config, keys) as made:
         yield made
-    assert {(path, read_request(body).model) for path, _, body in server.requests} == {(PATH, "big")}
+    asked = [(path, read_request(body)) for path, _, body in server.requests]
+    assert {(path, each.model, each.vocabulary) for path, each in asked} == {(PATH, "big", VOCABULARY)}
 
 
 @pytest.mark.parametrize("top_k", [None, 2])
