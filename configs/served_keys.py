@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 OTHERWISE = "take another model"
 
 
-class Key(NamedTuple):
+class ReadByOne(NamedTuple):
     """A key that only one of the two reads."""
 
     kinds: tuple[str, ...]
@@ -25,20 +25,20 @@ OFF, SILU, TANH = (None, False), (None, "silu"), "gelu_pytorch_tanh"
 LLAMAS = ("apertus", "ernie4_5", "llama", "ministral3", "mistral", "phi3")
 """Types of vLLM's Llama."""
 KEYS = (
-    Key((*LLAMAS, "exaone4", "granite", "nemotron"), "bias", OFF, served=True),
-    Key(("ernie4_5", "exaone4", "ministral3", "mistral", "phi3"), "attention_bias", OFF, served=True),
-    Key(("apertus", "ernie4_5", "exaone4", "ministral3", "mistral", "phi3"), "mlp_bias", OFF, served=True),
-    Key(("llama",), "logit_scale", (1,), served=True),
-    Key(("mistral",), "llama_4_scaling", (None,), served=True),
-    Key(("granite",), "attention_sinks", OFF, served=True),
-    Key(("granite",), "layer_types", (None,), served=True),
-    Key(("granite",), "layer_rope_theta", (None,), served=True),
-    Key(("cohere", "cohere2"), "rms_norm_eps", (None,), served=True),
-    Key(("cohere2",), "use_qk_norm", OFF, served=True),
-    Key(("gemma",), "hidden_activation", (None, TANH), served=True),
-    Key(("gemma",), "hidden_act", (None, "gelu", TANH)),
-    Key(("gemma2",), "hidden_activation", (None, TANH)),
-    Key(
+    ReadByOne((*LLAMAS, "exaone4", "granite", "nemotron"), "bias", OFF, served=True),
+    ReadByOne(("ernie4_5", "exaone4", "ministral3", "mistral", "phi3"), "attention_bias", OFF, served=True),
+    ReadByOne(("apertus", "ernie4_5", "exaone4", "ministral3", "mistral", "phi3"), "mlp_bias", OFF, served=True),
+    ReadByOne(("llama",), "logit_scale", (1,), served=True),
+    ReadByOne(("mistral",), "llama_4_scaling", (None,), served=True),
+    ReadByOne(("granite",), "attention_sinks", OFF, served=True),
+    ReadByOne(("granite",), "layer_types", (None,), served=True),
+    ReadByOne(("granite",), "layer_rope_theta", (None,), served=True),
+    ReadByOne(("cohere", "cohere2"), "rms_norm_eps", (None,), served=True),
+    ReadByOne(("cohere2",), "use_qk_norm", OFF, served=True),
+    ReadByOne(("gemma",), "hidden_activation", (None, TANH), served=True),
+    ReadByOne(("gemma",), "hidden_act", (None, "gelu", TANH)),
+    ReadByOne(("gemma2",), "hidden_activation", (None, TANH)),
+    ReadByOne(
         (
             *("cohere", "cohere2", "ernie4_5", "exaone4", "glm4", "granite", "llama", "ministral3", "mistral"),
             *("mixtral", "olmoe", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe"),
@@ -46,13 +46,13 @@ KEYS = (
         "hidden_act",
         SILU,
     ),
-    Key(("cohere", "cohere2", "gemma", "olmoe", "qwen3", "qwen3_moe"), "attention_bias", OFF),
-    Key(("cohere", "cohere2", "gemma2"), "tie_word_embeddings", (None, True)),
-    Key(("ernie4_5",), "use_bias", OFF),
-    Key(("qwen2_moe",), "qkv_bias", (None, True)),
-    Key(("olmoe",), "clip_qkv", (None,)),
-    Key(("olmoe",), "rms_norm_eps", (None, 1e-5)),
-    Key(("olmoe",), "norm_topk_prob", OFF),
+    ReadByOne(("cohere", "cohere2", "gemma", "olmoe", "qwen3", "qwen3_moe"), "attention_bias", OFF),
+    ReadByOne(("cohere", "cohere2", "gemma2"), "tie_word_embeddings", (None, True)),
+    ReadByOne(("ernie4_5",), "use_bias", OFF),
+    ReadByOne(("qwen2_moe",), "qkv_bias", (None, True)),
+    ReadByOne(("olmoe",), "clip_qkv", (None,)),
+    ReadByOne(("olmoe",), "rms_norm_eps", (None, 1e-5)),
+    ReadByOne(("olmoe",), "norm_topk_prob", OFF),
 )
 WHOLE_HEADS = (
     *("apertus", "cohere", "cohere2", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3_text", "granite", "llama"),
