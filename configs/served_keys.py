@@ -79,7 +79,7 @@ def served_otherwise(text: Mapping[str, Any], ropes: Iterable[Mapping[str, Any]]
     if kind in LLAMAS and bool(text.get("qkv_bias", bias)) != bias:
         yield _differs("qkv_bias", text["qkv_bias"], served=True)
     heads, size, width = (text.get(key) for key in ("num_attention_heads", "head_dim", "hidden_size"))
-    if kind == "qwen2" and heads and size and width and size * heads != width:
+    if kind in ("qwen2", "qwen2_moe") and heads and size and width and size * heads != width:
         yield _differs("head_dim", size, served=False)
 
 

@@ -45,6 +45,10 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"model_type": "qwen2", "hidden_size": 64, "num_attention_heads": 2, "head_dim": 64},
         "head_dim in its config.json is 64, by which transformers computes",
     ),
+    "of a mixture": (
+        {"model_type": "qwen2_moe", "hidden_size": 64, "num_attention_heads": 2, "head_dim": 64},
+        "head_dim in its config.json is 64, by which transformers computes",
+    ),
     "another activation": (
         {"model_type": "qwen3_moe", "hidden_act": "gelu"},
         'hidden_act in its config.json is "gelu"',
