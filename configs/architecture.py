@@ -5,6 +5,8 @@ import json
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from configs.served_keys import served_otherwise
+
 PROVEN = (
     *("llama", "qwen2", "qwen3", "qwen3_moe"),
     *("qwen2_5_vl", "qwen2_5_vl_text", "qwen3_vl", "qwen3_vl_text"),
@@ -31,7 +33,7 @@ GENERATIVE = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 """Ends of names of classes with a head that predicts the next token."""
 SIZES = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
-    *("vocab_size", "max_position_embeddings", "num_experts_per_tok", "decoder_sparse_step"),
+    *("vocab_size", "max_position_embeddings", "num_experts_per_tok", "decoder_sparse_step", "max_window_layers"),
 )
 """Whole numbers or null."""
 ROPE_KEYS = ("rope_parameters", "rope_scaling")
@@ -82,6 +84,7 @@ def unsupported(config: Mapping[str, Any]) -> Iterator[str]:
     for kind in sorted({rope_type(rope) for rope in ropes(text)} - {*ROPES}):
         rule = "whose frequencies are unknown or depend on the longest document of a packed row"
         yield f"its rotary embedding is of type {kind}, {rule}; take a model with one of {', '.join(ROPES)}"
+    yield from served_otherwise(text, ropes(text))
 
 
 def malformed(text: Mapping[str, Any]) -> Iterator[str]:

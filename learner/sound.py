@@ -19,6 +19,7 @@ from buffer.wire.values import Bounds, WrongValue
 from learner.model.policy import Policy
 from learner.train import collectives
 from learner.train.pictures import PictureMismatch, open_images
+from learner.train.skipped import may_retake
 from learner.train.step import Algorithm
 
 log = logging.getLogger(__name__)
@@ -56,7 +57,7 @@ class SoundSteps:
                 raise
             self._reported(part, found)
             return None
-        if stats["gradient/skipped"] and not stats["gradient/overflowed"]:
+        if may_retake(stats):
             log.warning("batch %d: trying each group by itself, to find what is not finite", part.version)
             if self._reported(part, self._tried(policy, part)):
                 return None

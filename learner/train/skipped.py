@@ -74,6 +74,11 @@ class SkippedSteps:
             log.warning(line, *values)
 
 
+def may_retake(metrics: Mapping[str, float]) -> bool:
+    """Whether a group of the batch may be at fault, without which the batch is taken again (`learner/sound.py`)."""
+    return bool(metrics["gradient/skipped"] and not metrics["gradient/overflowed"])
+
+
 def why_skipped(rewards: tuple[float, float], metrics: Mapping[str, float], sums: Mapping[str, float]) -> str:
     """Why the gradient is not finite, and the remedy."""
     if sums[UNFIT_ADVANTAGES]:

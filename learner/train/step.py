@@ -38,7 +38,7 @@ from learner.train.extra_texts import TOTAL, DrawnBeside, TrainedBeside
 from learner.train.in_turn import RowsInTurn
 from learner.train.optimizer import Optimizer, QueuedUpdate
 from learner.train.pictures import tower_work
-from learner.train.skipped import TAUGHT, UNFIT_ADVANTAGES, SkippedSteps
+from learner.train.skipped import TAUGHT, UNFIT_ADVANTAGES, SkippedSteps, may_retake
 from learner.train.sums import TALLY, FetchedSums, all_reduce, uncounted
 
 log = logging.getLogger(__name__)
@@ -108,7 +108,7 @@ class Algorithm:
         flops, computed_tokens = policy.costs.total(*work), totals["row_tokens"]
         apart = policy.costs.total(totals["tokens_alone"], metrics["tokens_sampled"], totals["squares_alone"])
         metrics["flops_saved"] = apart - flops
-        if self.critic:
+        if self.critic and not may_retake(metrics):
             metrics |= self.critic.learn(batch.version)
             flops += self.critic.flops(*work)
         if drawn:

@@ -5,14 +5,18 @@ import logging
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 
+from buffer.wire.message import Array
 from buffer.wire.sample import Sample
+from buffer.wire.values import Bounds
 from configs.load import ConfigError
 from configs.schema import AlgorithmConfig, CriticConfig
 from learner.checkpoint import Checkpoints
 from learner.model.memory import estimate
+from learner.sound import SoundSteps
 from learner.train.batch import pack
 from learner.train.optimizer import Optimizer
 from tests.harness import rank, valued, world
@@ -219,6 +223,39 @@ def test_a_value_that_is_not_finite_skips_the_critic_s_step(tmp_path: Path, mesh
         figures = critic.learn(3)
     assert figures["critic/gradient_skipped"] == 1 and "the critic's gradient is not finite" in caplog.text
     assert all(torch.equal(before[name], tensor) for name, tensor in world.weights(critic.body).items())
+
+
+class Quarantine:
+    """The buffer's client, of which groups at fault are reported alone."""
+
+    def __init__(self) -> None:
+        self.items = list[int]()
+
+    def quarantine(self, item: int, reason: str) -> None:
+        self.items.append(item)
+
+    def try_alone(self, version: int, item: int | None) -> None: ...
+
+
+@pytest.mark.parametrize("warmup", [0, 5])
+def test_a_batch_that_is_taken_again_teaches_the_critic_once(tmp_path: Path, mesh, warmup: int) -> None:
+    """One group's loss is not finite; the critic's is."""
+    model, source = tiny_model(tmp_path), "-inputs.advantages * inputs.policy_logprobs / (inputs.behaviour > -50)"
+    (tmp_path / "own.py").write_text(f"def loss(inputs, config): return {source}")
+    config = gae(warmup_versions=warmup).model_copy(update={"loss": f"{tmp_path}/own.py:loss"})
+    policy, critic = policy_of(model, mesh), critic_of(model, mesh, config.critic)
+    algorithm, buffer, entries = actor_critic(policy, critic, 200, config, held=warmup), Quarantine(), make_samples()
+    one = Sample.unpack(entries[9].sample)
+    unlikely = Array.of(np.minimum(one.behaviour_logprobs.numpy() * 1e6, 0).clip(-100))
+    entries[9] = entries[9]._replace(sample=one.model_copy(update={"behaviour_logprobs": unlikely}).pack())
+    steps = SoundSteps(algorithm, buffer, Bounds(vocabulary=world.VOCABULARY))  # type: ignore[arg-type]
+    before = world.weights(critic.body)
+    assert steps.step(policy, cut(entries, 3, [24], 0)) is None and buffer.items == [entries[9].item]
+    assert all(torch.equal(before[name], tensor) for name, tensor in world.weights(critic.body).items())
+    rest = [each for each in entries if each.item != entries[9].item]
+    stats = steps.step(policy, cut(rest, 3, [len(rest)], 0))
+    assert stats and not stats["gradient/skipped"] and stats["critic/gradient_norm"] > 0
+    assert not any(torch.equal(before[name], tensor) for name, tensor in world.weights(critic.body).items())
 
 
 def test_a_checkpoint_has_the_critic_and_its_export_has_not(tmp_path: Path, mesh) -> None:

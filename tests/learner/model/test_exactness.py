@@ -51,7 +51,10 @@ YARN = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_pos
 EXACT = {
     "qwen2": ("qwen2", {}),
     "qwen2 tied": ("qwen2", {"tie_word_embeddings": True}),
-    "qwen2 with windows": ("qwen2", {"use_sliding_window": True, **SLIDING}),
+    "qwen2 with windows": (
+        "qwen2",
+        {"use_sliding_window": True, "sliding_window": WINDOW, "layer_types": ["sliding_attention"] * 3},
+    ),
     "qwen2 with yarn": ("qwen2", {"rope_parameters": YARN}),
     "qwen3": ("qwen3", {}),
     "qwen3_moe": ("qwen3_moe", MOE),
@@ -87,6 +90,8 @@ REFUSED = {
     "rope that follows the row": ("llama", {"rope_parameters": YARN | {"rope_type": "dynamic"}}, "of type dynamic"),
     "the same in transformers 4's words": ("llama", {"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "dynamic"),
     "a part of a larger model": ("emu3", {}, "only its Emu3ForCausalLM would be trained"),
+    "windows that vLLM gives to all layers": ("qwen2", {"use_sliding_window": True, **SLIDING}, "leaves 1 of 3 layers"),
+    "a rotation that vLLM alone computes": ("llama", {"partial_rotary_factor": 0.5}, "by which vLLM computes"),
     "a window that vLLM alone computes": ("llama", {"sliding_window": WINDOW}, "vLLM goes by them; set sliding_window"),
     "a window in layers that vLLM computes without": (
         "phi3",
