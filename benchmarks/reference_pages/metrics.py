@@ -159,7 +159,11 @@ METRICS: Mapping[str, Sequence[Described]] = {
         D("time/critic_s", "s", "part of `train_s`: the critic's steps; its judging pass is a part of `pack_s`"),
         D("time/pack_s", "s", "part of `train_s`: packing"),
         D("time/backward_s", "s", "part of `train_s`: both passes; in supervised fine-tuning decoding images too"),
-        D("time/update_s", "s", "part of `train_s`: the optimizer; with a GPU, which updates while the CPU goes on, the time to queue it"),
+        D(
+            "time/update_s",
+            "s",
+            "part of `train_s`: the optimizer; with a GPU, which updates while the CPU goes on, the time to queue it",
+        ),
         D("memory/host_gib", "GiB", "peak host memory of rank 0"),
         D("memory/gpu_gib", "GiB", "peak GPU memory of rank 0"),
     ),
