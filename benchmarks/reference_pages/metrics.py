@@ -162,7 +162,7 @@ METRICS: Mapping[str, Sequence[Described]] = {
         D(
             "time/update_s",
             "s",
-            "part of `train_s`: the optimizer; with a GPU, which updates while the CPU goes on, the time to queue it",
+            "part of `train_s`: the optimizer; with a GPU, to queue its update",
         ),
         D("memory/host_gib", "GiB", "peak host memory of rank 0"),
         D("memory/gpu_gib", "GiB", "peak GPU memory of rank 0"),
