@@ -1,15 +1,16 @@
 """For how long is the learner's GPU idle within a version, and while the CPU does what?
 
-`python -m benchmarks.idle` needs one GPU: whole versions without servers and buffer, at what `auto` takes for a run
-file without keys for speed. Each version judges its batch, packs it, trains on it and copies the weights for servers,
-as the learner's loop does. Batches have 16 groups of 16 samples, prompts of 128 tokens and answers of 512; weights are
-random. First `--versions` are timed, then `--traced` are recorded by torch's profiler: idle is the GPU when no kernel
-and no copy runs. Without a GPU the shape `tiny` runs, and nothing is traced. Prints one table; writes JSON.
+`python -m benchmarks.idle` needs one GPU, `torchrun --nproc-per-node 2 -m benchmarks.idle --shape 7b` two, of which it
+shows rank 0's: whole versions without servers and buffer, at what `auto` takes for a run file without keys for speed.
+Each version judges its batch, packs it, trains on it and copies the weights for servers, as the learner's loop does.
+Batches have 16 groups of 16 samples, prompts of 128 tokens and answers of 512; weights are random. First `--versions`
+are timed, then `--traced` are recorded by torch's profiler: idle is the GPU when no kernel and no copy runs. Without a
+GPU the shape `tiny` runs, and nothing is traced. Prints one table; writes JSON.
 """
 
 import argparse
 import json
-import sys
+import os
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
@@ -22,15 +23,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed import HashStore  # type: ignore[attr-defined]
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from benchmarks.learner.cases import SHAPES
 from benchmarks.shared_prompts import SAMPLES, groups_of
 from benchmarks.weights.table import ResultRow, progress, write
 from buffer.keys import load_server_keys, make_keys
 from buffer.wire.protocol import Part
-from configs.publishing import copies_over
+from configs.publishing import copies_over, publishes_rows
 from configs.schema import Config
+from learner.__main__ import sending_ranks
 from learner.model.flops import peak
 from learner.model.memory import gpu_memory
 from learner.model.policy import Policy
@@ -39,7 +41,8 @@ from learner.starting import decide_budget, decide_gather, decide_speed
 from learner.train.batch import Batch
 from learner.train.optimizer import Optimizer
 from learner.train.step import Algorithm
-from learner.weights.sender.publish import Sender
+from learner.weights.sender.publish import Follower, Sender
+from learner.weights.sender.row_rank import RowRank
 
 GROUPS, PROMPT, ANSWER = 16, 128, 512
 WARM_UP, BATCHES = 5, 4
@@ -93,18 +96,17 @@ class Learner:
 
     def __init__(self, shape: str, folder: Path, groups: int, answer: int) -> None:
         gpu = torch.cuda.is_available()
-        self.device = torch.device("cuda", 0) if gpu else torch.device("cpu")
-        mesh = init_device_mesh(self.device.type, (1,), mesh_dim_names=("shard",))
+        self.device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
+        world = dist.get_world_size()
+        self.mesh = mesh = init_device_mesh(self.device.type, (world,), mesh_dim_names=("shard",))
         config = decide_speed(run_file(shape, folder, groups, answer), gpu_memory(self.device), mesh, 0)
         self.config = config = decide_gather(config, self.device, mesh, 0)
-        _, self.budget = decide_budget(config, self.device, mesh, False, copies_over(config, 1, 0), 0)
+        _, self.budget = decide_budget(config, self.device, mesh, False, copies_over(config, world, mesh.get_rank()), 0)
         self.policy, self.phases = Policy(config.model, config.learner, mesh, random=True), Phases()
         optimizer = Optimizer(self.policy, config.learner, 1000)
         self.algorithm = TimedAlgorithm(config.algorithm, optimizer, self.budget, answer)
         self.algorithm.phases = self.phases
-        keys = load_server_keys(make_keys(folder / "keys"), "learner")
-        specs, frozen = self.policy.weight_specs(), self.policy.frozen_names()
-        self.sender = Sender(specs, config.weights, 0, self.device, frozen=frozen, keys=keys)
+        self.sender = sender_of(config, self.policy, mesh, folder)
         self.bounds = bounds_of(self.policy, None)
 
     def version(self, part: Part, number: int) -> dict[str, float]:
@@ -118,13 +120,25 @@ class Learner:
         return stats
 
 
+def sender_of(config: Config, policy: Policy, mesh: DeviceMesh, folder: Path) -> Sender | RowRank | Follower:
+    """This rank's end of the weights wire, to which no server comes."""
+    specs, frozen, given = policy.weight_specs(), policy.frozen_names(), config.weights
+    ranks = sending_ranks(policy, mesh) if publishes_rows(config, mesh.size()) else None
+    if mesh.get_rank() == 0:
+        keys = load_server_keys(make_keys(folder / "keys"), "learner")
+        return Sender(specs, given, 0, policy.device, frozen=frozen, ranks=ranks, keys=keys)
+    if ranks:
+        return RowRank(specs, given, 0, policy.device, ranks, frozen=frozen)
+    return Follower(specs, given, 0, frozen=frozen)
+
+
 def run_file(shape: str, folder: Path, groups: int, answer: int) -> Config:
     """Says nothing of speed."""
     (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
     return Config.model_validate(
         {"model": {"path": str(folder)}, "data": {"train": "none", "max_prompt_tokens": PROMPT},
          "reward": {"function": "none"}, "sampling": {"max_tokens": answer}, "run": {"versions": 1000},
-         "batch": {"groups": groups, "samples": SAMPLES}}
+         "batch": {"groups": groups, "samples": SAMPLES}, "learner": {"ranks": dist.get_world_size()}}
     )  # fmt: skip
 
 
@@ -163,12 +177,13 @@ def traced(learner: Learner, batches: Sequence[Part], versions: int) -> tuple[fl
 def rows_of(args: argparse.Namespace, learner: Learner) -> list[ResultRow]:
     """Time whole versions, and trace some."""
     words = SHAPES[args.shape]["vocab_size"]
-    batches = [groups_of(PROMPT, args.answer, args.groups, words, seed, 0) for seed in range(BATCHES)]
+    own = learner.mesh.get_rank(), learner.mesh.size()
+    batches = [groups_of(PROMPT, args.answer, args.groups, words, seed, 0, *own) for seed in range(BATCHES)]
     seconds, stats = timed(learner, batches, args.versions)
     gpu = learner.device.type == "cuda"
     limit = peak(torch.cuda.get_device_name()) if gpu else H200
     case, each = f"{args.shape}, microbatches of {stats['tokens_microbatch_max']:,.0f} tokens", median(seconds)
-    mfu = stats["flops"] / each / (limit or H200)
+    mfu = stats["flops"] / each / learner.mesh.size() / (limit or H200)
     rows = [
         ResultRow("a version, median", each, "s", case=case),
         ResultRow("tokens/s", stats["tokens"] / each, "1/s", case=case),
@@ -196,16 +211,19 @@ def main() -> None:
     parser.add_argument("--traced", type=int, default=4)
     parser.add_argument("--out", type=Path, default=Path(__file__).parent / "results/idle.json")
     args = parser.parse_args()
-    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", store=HashStore(), rank=0, world_size=1)
+    alone: dict[str, Any] = {} if "RANK" in os.environ else {"store": HashStore(), "rank": 0, "world_size": 1}
+    if gpu:
+        torch.cuda.set_device(int(os.environ.get("LOCAL_RANK", 0)))
+    dist.init_process_group("cpu:gloo,cuda:nccl" if gpu else "gloo", **alone)
     with tempfile.TemporaryDirectory() as folder:
         learner = Learner(args.shape, Path(folder), args.groups, args.answer)
         try:
             rows = rows_of(args, learner)
         finally:
             learner.sender.close()
-    write(args.out, "idle", [row.line() for row in rows])
+    if dist.get_rank() == 0:
+        write(args.out, "idle", [row.line() for row in rows])
     dist.destroy_process_group()
-    sys.stdout.flush()
 
 
 if __name__ == "__main__":

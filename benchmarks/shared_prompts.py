@@ -43,8 +43,10 @@ CASES = {128: (16, 1.15), 1024: (6, 2.2), 4096: (3, 4.5)}
 """By tokens of the prompt: groups of a batch, and the least gain."""
 
 
-def groups_of(prompt: int, answer: int, groups: int, vocabulary: int, seed: int, version: int) -> Part:
-    """A batch of `groups` groups of 16 samples, each group with a prompt of its own."""
+def groups_of(
+    prompt: int, answer: int, groups: int, vocabulary: int, seed: int, version: int, rank: int = 0, world: int = 1
+) -> Part:
+    """The rank's part of a batch of `groups` groups of 16 samples, each group with a prompt of its own."""
     draw = np.random.default_rng(seed)
     made = []
     for item in range(groups):
@@ -53,7 +55,7 @@ def groups_of(prompt: int, answer: int, groups: int, vocabulary: int, seed: int,
             sample_of(given, draw.integers(0, vocabulary, answer), float(draw.integers(2))) for _ in range(SAMPLES)
         ]
         made.append((item, version, [(data, sample_stats(data)) for data in packed]))
-    return parts(version, 1, made)[0]
+    return parts(version, world, made)[rank]
 
 
 def sample_of(prompt: np.ndarray, answer: np.ndarray, reward: float) -> bytes:
