@@ -8,7 +8,8 @@ from learner.model.policy import Policy
 
 
 class RowsInTurn(Iterable[Microbatch]):
-    """Rows are prepared, once, and leave host memory when they are computed. May be iterated several times."""
+    """Rows are prepared once, and copied to the device each time that they are computed. May be iterated several
+    times."""
 
     def __init__(self, policy: Policy, microbatches: Sequence[Microbatch]) -> None:
         self._policy, self._microbatches = policy, microbatches
