@@ -1,5 +1,6 @@
 """Tries `learner.cpu_offload: optimizer` at the start, before a weight of the model is loaded. Two bfloat16 layers with
-offloading, in one portion and in many, must be trained bit for bit as fp32 layers without. A collective."""
+offloading, in one portion and in many, must be trained bit for bit as fp32 layers without, also by a step that is
+clipped and past one that is skipped. A collective."""
 
 import gc
 import logging
@@ -18,10 +19,13 @@ from configs.schema import LearnerConfig
 from learner.model.master_weights import PORTION, MasterWeights, keep_wide_gradients, narrow, rows_of, unlock
 from learner.train import collectives
 from learner.train.offloaded_adam import OffloadedAdamW
+from learner.train.optimizer import step_clipped
 
 log = logging.getLogger(__name__)
 WIDTH, FACTOR, TOKENS = 512, 4, 16
-STEPS, MICROBATCHES = 3, 2
+MICROBATCHES = 2
+NORMS = 0.5, 2.0, math.inf, 4.0
+"""Of the gradients of each step, as if measured: clipped to 1, so that the second is halved, the third skipped."""
 SMALL = 1 << 14
 """Numbers in a small portion, 64 KiB: two layers lie in many of them."""
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}
@@ -105,10 +109,10 @@ def _fill(model: nn.Module, device: torch.device, width: int, masters: MasterWei
 
 def _train(model: nn.Module, optimizer: AdamW, device: torch.device, width: int) -> None:
     draw = torch.Generator(device).manual_seed(1)
-    for _ in range(STEPS):
+    for norm in NORMS:
         for _ in range(MICROBATCHES):
             model(torch.randn(TOKENS, width, generator=draw, device=device)).float().square().sum().backward()
-        optimizer.step()
+        step_clipped(optimizer, torch.tensor(norm, device=device), 1.0)
         optimizer.zero_grad()
 
 

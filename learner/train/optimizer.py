@@ -34,6 +34,15 @@ class QueuedUpdate(NamedTuple):
     """Spent in queueing it."""
 
 
+def step_clipped(adamw: torch.optim.AdamW, norm: Tensor, most: float) -> None:
+    """Apply gradients of `norm`, [] float32 on their device, divided so that it is at most `most`; change nothing if it
+    is not finite. torch's GradScaler hands both to a fused optimizer in the same way."""
+    adamw.grad_scale = ((norm + CLIP_EPS) / most).clamp(min=1.0)  # type: ignore[attr-defined]
+    adamw.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
+    adamw.step()
+    del adamw.grad_scale, adamw.found_inf  # type: ignore[attr-defined]
+
+
 class Optimizer:
     """Each version is one `update`, applied or skipped, or a `hold`. The schedule begins after `held` versions."""
 
@@ -65,11 +74,7 @@ class Optimizer:
         fetched = Fetched(norm)
         for group in self.adamw.param_groups:
             group["lr"] = rate
-        # torch's GradScaler hands these to a fused optimizer in the same way
-        self.adamw.grad_scale = ((norm + CLIP_EPS) / self.config.max_grad_norm).clamp(min=1.0)  # type: ignore[attr-defined]
-        self.adamw.found_inf = (~norm.isfinite()).float()  # type: ignore[attr-defined]
-        self.adamw.step()
-        del self.adamw.grad_scale, self.adamw.found_inf  # type: ignore[attr-defined]
+        step_clipped(self.adamw, norm, self.config.max_grad_norm)
         return QueuedUpdate(fetched, rate, time.perf_counter() - began)
 
     def finish(self, queued: QueuedUpdate) -> dict[str, float]:

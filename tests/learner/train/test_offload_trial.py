@@ -37,6 +37,22 @@ class ForgetsMoments(OffloadedAdamW):
         super().step(closure)
 
 
+class ForgetsToClip(OffloadedAdamW):
+    """Does not divide gradients."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.grad_scale = None
+        super().step(closure)
+
+
+class NeverSkips(OffloadedAdamW):
+    """Applies gradients that are not finite."""
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self.found_inf = None
+        super().step(closure)
+
+
 class NotesPlacements(OffloadedAdamW):
     """Notes how the parameters that it is given lie on the ranks."""
 
@@ -78,7 +94,7 @@ def test_weights_and_inputs_are_drawn_on_the_run_s_device(mesh: Any) -> None:
     assert noted.seen == {CPU}
 
 
-@pytest.mark.parametrize("broken", [SkipsLast, ForgetsMoments])
+@pytest.mark.parametrize("broken", [SkipsLast, ForgetsMoments, ForgetsToClip, NeverSkips])
 def test_a_step_that_differs_is_refused(mesh: Any, broken: type[OffloadedAdamW]) -> None:
     line = REFUSED + r"weights .* by (0\.\d+|[\d.]+) at most; set it to true or false$"
     with pytest.raises(ConfigError, match=line):
