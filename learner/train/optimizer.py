@@ -74,6 +74,9 @@ class Optimizer:
         fetched = Fetched(norm)
         for group in self.adamw.param_groups:
             group["lr"] = rate
+        if isinstance(self.adamw, OffloadedAdamW):
+            norm.item()  # the update waits for it, thus for the passes, whose time is not its own
+            began = time.perf_counter()
         step_clipped(self.adamw, norm, self.config.max_grad_norm)
         return QueuedUpdate(fetched, rate, time.perf_counter() - began)
 

@@ -1,9 +1,12 @@
 """An update is torch's AdamW behind torch's clipping, and is queued before anybody knows the norm."""
 
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 
 from learner.train.optimizer import OPTIONS, Optimizer
 from tests.harness.world import LEARNER, policy_of, tiny_model
@@ -46,3 +49,33 @@ def test_a_queued_update_keeps_the_gradients_until_it_is_finished(tmp_path: Path
     assert (metrics["gradient/skipped"], metrics["gradient/overflowed"]) == (1, 1)
     assert all(torch.equal(p.to_local(), old) for p, old in zip(policy.parameters(), before, strict=True))
     assert all(parameter.grad is None for parameter in policy.parameters())
+
+
+class WaitsOnce(TorchFunctionMode):
+    """The first number that is read waits for as long as a GPU computes what was queued before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waited = False
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function in (torch.Tensor.item, torch.Tensor.__bool__) and not self.waited:
+            self.waited = True
+            time.sleep(0.5)
+        return function(*args, **kwargs or {})
+
+
+@pytest.mark.parametrize("offload", [False, "optimizer"])
+def test_an_update_does_not_take_the_time_of_the_passes(tmp_path: Path, mesh, offload: Any) -> None:
+    """Also where it waits for them."""
+    learner = LEARNER.model_copy(update={"cpu_offload": offload})
+    policy = policy_of(tiny_model(tmp_path), mesh, learner)
+    optimizer = Optimizer(policy, learner, versions=10)
+    for parameter in policy.parameters():
+        parameter.grad = torch.full_like(parameter, 1.0)
+    optimizer.update(0)  # what the first one allocates
+    for parameter in policy.parameters():
+        parameter.grad = torch.full_like(parameter, 1.0)
+    with WaitsOnce() as waits:
+        queued = optimizer.queue(1)
+    assert waits.waited == bool(offload) and queued.seconds < 0.4
