@@ -4,8 +4,9 @@
 shows rank 0's: whole versions without servers and buffer, at what `auto` takes for a run file without keys for speed.
 Each version judges its batch, packs it, trains on it and copies the weights for servers, as the learner's loop does.
 Batches have 16 groups of 16 samples, prompts of 128 tokens and answers of 512; weights are random. First `--versions`
-are timed, then `--traced` are recorded by torch's profiler: idle is the GPU when no kernel and no copy runs. Without a
-GPU the shape `tiny` runs, and nothing is traced. Prints one table; writes JSON.
+are timed, then `--traced` are recorded by torch's profiler, after one more, at whose end the GPU has work queued as at
+the end of any other: idle is the GPU when no kernel and no copy runs. Without a GPU the shape `tiny` runs, and nothing
+is traced. Prints one table; writes JSON.
 """
 
 import argparse
@@ -77,6 +78,19 @@ class Phases:
                     left -= both / 1e9
             found[REST] = found.get(REST, 0.0) + left
         return found
+
+
+def busy_within(spans: Sequence[Span], window: Span) -> list[Span]:
+    """Join `spans` that touch, cut to `window`, whose two ends count as busy."""
+    first, last = window
+    busy = [(first, first)]
+    for begin, end in sorted([*spans, (last, last)]):
+        begin, end = (min(max(edge, first), last) for edge in (begin, end))
+        if begin <= busy[-1][1]:
+            busy[-1] = busy[-1][0], max(busy[-1][1], end)
+        else:
+            busy.append((begin, end))
+    return busy
 
 
 class TimedAlgorithm(Algorithm):
@@ -157,21 +171,18 @@ def traced(learner: Learner, batches: Sequence[Part], versions: int) -> tuple[fl
     """Seconds of `versions`, and of an idle GPU by what the CPU did, each of one version."""
     from torch.profiler import ProfilerActivity
 
-    learner.phases.spans.clear()
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as found:
+        learner.version(batches[-1], WARM_UP)
+        learner.phases.spans.clear()
+        began = time.time_ns()
         for number in range(versions):
-            learner.version(batches[number % len(batches)], WARM_UP + number)
+            learner.version(batches[number % len(batches)], WARM_UP + 1 + number)
+        ended = time.time_ns()
         torch.cuda.synchronize()
     events = found.profiler.kineto_results.events()  # type: ignore[union-attr]
-    spans = sorted((e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if "CUDA" in str(e.device_type()))
-    busy = list[Span]()
-    for begin, end in spans:
-        if busy and begin <= busy[-1][1]:
-            busy[-1] = busy[-1][0], max(busy[-1][1], end)
-        else:
-            busy.append((begin, end))
-    whole = (busy[-1][1] - busy[0][0]) / 1e9
-    return whole / versions, {name: spent / versions for name, spent in learner.phases.idle(busy).items()}
+    spans = [(e.start_ns(), e.start_ns() + e.duration_ns()) for e in events if "CUDA" in str(e.device_type())]
+    idle = learner.phases.idle(busy_within(spans, (began, ended)))
+    return (ended - began) / 1e9 / versions, {name: spent / versions for name, spent in idle.items()}
 
 
 def rows_of(args: argparse.Namespace, learner: Learner) -> list[ResultRow]:
