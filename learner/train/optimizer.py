@@ -90,9 +90,11 @@ class Optimizer:
         return {"lr": queued.rate} | _norm_metrics(norm, overflowed)
 
     def hold(self) -> dict[str, float]:
-        norm = self._norm().cpu()
+        norm = self._norm()
+        # a skipped step creates AdamW's state; torch would do so for a checkpoint, and count that as a step
+        step_clipped(self.adamw, torch.full_like(norm, math.inf), self.config.max_grad_norm)
         self.adamw.zero_grad()
-        return {"lr": 0.0} | _norm_metrics(norm)
+        return {"lr": 0.0} | _norm_metrics(norm.cpu())
 
     def discard(self) -> bool:
         """Clear the gradients; returns whether their norm is finite, on all ranks alike."""

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.overrides import TorchFunctionMode
 
 from learner.train.optimizer import OPTIONS, Optimizer
@@ -49,6 +50,19 @@ def test_a_queued_update_keeps_the_gradients_until_it_is_finished(tmp_path: Path
     assert (metrics["gradient/skipped"], metrics["gradient/overflowed"]) == (1, 1)
     assert all(torch.equal(p.to_local(), old) for p, old in zip(policy.parameters(), before, strict=True))
     assert all(parameter.grad is None for parameter in policy.parameters())
+
+
+def test_a_checkpoint_during_a_warm_up_counts_no_step(tmp_path: Path, mesh) -> None:
+    """torch would count one, and the first update would be smaller."""
+    policy = policy_of(tiny_model(tmp_path), mesh)
+    optimizer = Optimizer(policy, LEARNER, versions=10, held=1)
+    for parameter in policy.parameters():
+        parameter.grad = torch.full_like(parameter, 1.0)
+    before = [parameter.to_local().clone() for parameter in policy.parameters()]
+    optimizer.hold()
+    get_state_dict(policy.model, optimizer.adamw)
+    assert {float(state["step"]) for state in optimizer.adamw.state.values()} == {0.0}
+    assert all(torch.equal(p.to_local(), old) for p, old in zip(policy.parameters(), before, strict=True))
 
 
 class WaitsOnce(TorchFunctionMode):
