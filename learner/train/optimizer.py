@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 
+from configs.load import ConfigError
 from configs.schema import LearnerConfig
 from learner.model.host_copies import Fetched
 from learner.model.policy import Policy
@@ -43,6 +44,20 @@ def step_clipped(adamw: torch.optim.AdamW, norm: Tensor, most: float) -> None:
     del adamw.grad_scale, adamw.found_inf  # type: ignore[attr-defined]
 
 
+def try_clipping(device: torch.device, optimizer: type[torch.optim.AdamW] = torch.optim.AdamW) -> None:
+    """Raise ConfigError unless this torch's AdamW clips and skips a step as `step_clipped` asks it to: a release that
+    named its attributes otherwise would train unclipped, and say nothing."""
+    weight = torch.nn.Parameter(torch.ones(1, device=device))
+    adamw = optimizer([weight], lr=0.5, betas=(0.5, 0.5), fused=True)
+    for norm in (math.inf, 4.0):
+        weight.grad = torch.full_like(weight, 3.0)
+        step_clipped(adamw, torch.tensor(norm, device=device), 1.0)
+    step, first = (float(adamw.state[weight][name]) for name in ("step", "exp_avg"))
+    if step != 1 or not math.isclose(first, 0.5 * 3.0 / 4.0, rel_tol=1e-5):
+        problem = f"torch {torch.__version__}: AdamW does not clip or skip a step of a trial ({step:g}, {first:.3g})"
+        raise ConfigError([f"{problem}; install a torch between the versions that pyproject.toml names"])
+
+
 class Optimizer:
     """Each version is one `update`, applied or skipped, or a `hold`. The schedule begins after `held` versions."""
 
@@ -50,6 +65,7 @@ class Optimizer:
         self.config, self.versions, self.held = config, versions - held, held
         options: dict[str, Any] = {name: getattr(config, name) for name in OPTIONS}
         trained = [parameter for parameter in policy.parameters() if parameter.requires_grad]
+        try_clipping(policy.device)
         self.adamw: torch.optim.AdamW = (
             OffloadedAdamW(policy.masters, **options)
             if policy.masters

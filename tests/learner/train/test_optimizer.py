@@ -9,7 +9,8 @@ import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.overrides import TorchFunctionMode
 
-from learner.train.optimizer import OPTIONS, Optimizer
+from configs.load import ConfigError
+from learner.train.optimizer import OPTIONS, Optimizer, try_clipping
 from tests.harness.world import LEARNER, policy_of, tiny_model
 
 
@@ -50,6 +51,29 @@ def test_a_queued_update_keeps_the_gradients_until_it_is_finished(tmp_path: Path
     assert (metrics["gradient/skipped"], metrics["gradient/overflowed"]) == (1, 1)
     assert all(torch.equal(p.to_local(), old) for p, old in zip(policy.parameters(), before, strict=True))
     assert all(parameter.grad is None for parameter in policy.parameters())
+
+
+class IgnoresScale(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        del self.grad_scale  # type: ignore[has-type]
+        super().step(closure)
+        self.grad_scale = None
+
+
+class IgnoresFlag(torch.optim.AdamW):
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        del self.found_inf  # type: ignore[has-type]
+        super().step(closure)
+        self.found_inf = None
+
+
+def test_a_torch_that_does_not_clip_or_skip_is_refused() -> None:
+    try_clipping(torch.device("cpu"))
+    for broken in (IgnoresScale, IgnoresFlag):
+        with pytest.raises(ConfigError) as error:
+            try_clipping(torch.device("cpu"), broken)
+        (line,) = error.value.problems
+        assert line.startswith(f"torch {torch.__version__}: AdamW does not clip or skip a step")
 
 
 def test_a_checkpoint_during_a_warm_up_counts_no_step(tmp_path: Path, mesh) -> None:
