@@ -291,7 +291,7 @@ def test_every_type_that_transformers_has_is_exact_or_refused(kind: str, tmp_pat
     ("kind", "overrides", "words"),
     [
         ("lfm2", {"layer_types": ["conv", "conv", "full_attention"]}, r"keep a state \(Lfm2ShortConv\)"),
-        ("gpt_neox", {}, r"files name otherwise \(lm_head.weight\)"),
+        ("gpt_neox", {"num_key_value_heads": 2}, r"files name otherwise \(lm_head.weight\)"),
         ("gpt_oss", {"num_local_experts": 4, **SLIDING}, "experts of a type beside which no server was seen"),
         ("granitemoe", {}, "experts of a type beside which no server was seen"),
     ],
