@@ -18,6 +18,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from configs import context_parallel, critic, matmul, offloading, publishing, sft, staging, teachers, variables
+from configs.architecture import architectures, scores
 from configs.data.sources import GENERATED, INSTALL, problems_with, source_name
 from configs.expert_models import OTHER_MIXTURE, REPLAYED, failing, is_proven
 from configs.load import ConfigError
@@ -540,6 +541,9 @@ def _rewards(config: Config) -> Iterator[str]:
         yield f"reward.servers: {reward.servers}, but no reward function uses them; {remedy}"
     if reward.servers and reward.model is None:
         yield f"reward.servers: {reward.servers}, but they have no model; set reward.model"
+    if reward.servers and reward.model is not None:
+        facts = model_facts(reward.model)
+        yield from (f"reward.model: {reward.model} ({facts.kind}): {line}" for line in facts.unserved)
     if reward.model is not None and not reward.servers:
         yield f"reward.model: {reward.model} is served by nobody; set reward.servers: 1, or remove the key"
     if any("model" in part.kwargs for part in using) and reward.model is not None:
@@ -656,8 +660,8 @@ def _reward_model(config: Config) -> Iterator[str]:
     if problems or not file.is_file() or "convert" in config.reward.engine:
         return
     config_json = json.loads(file.read_text(encoding="utf-8"))
-    found = (config_json.get("architectures") if isinstance(config_json, dict) else None) or ["none"]
-    if not any("SequenceClassification" in name or "Reward" in name for name in found):
+    if not scores(config_json):
+        found = architectures(config_json) or ["none"]
         remedy = "name a sequence classification model, or set reward.engine.convert: classify if it is one"
         yield f"reward.model: {path} is no reward model, its architecture is {', '.join(found)}; {remedy}"
 

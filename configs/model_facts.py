@@ -17,6 +17,7 @@ from configs.architecture import (
     reads_images,
     text_config,
     trains_text_alone,
+    unserved,
     unsupported,
     usable_positions,
 )
@@ -60,6 +61,8 @@ class ModelFacts:
     """Keys and values of one token; None if not every layer attends to the whole sequence."""
     unsupported: tuple[str, ...] = ()
     """Why the learner would not train it exactly."""
+    unserved: tuple[str, ...] = ()
+    """Why vLLM would not compute what transformers does."""
     head_size: int | None = None
     vocabulary: int | None = None
     routed: tuple[int, int] | None = None
@@ -138,6 +141,7 @@ def model_facts(path: str, text_alone: bool = False) -> ModelFacts:
         prod(routed) * (1 if experts <= 256 else 2),
         *_kept_of_a_token(text),
         refused,
+        tuple(unserved(config)),
         _head_size(text),
         text.get("vocab_size"),
         routed if all(routed) else None,
