@@ -94,7 +94,7 @@ LORA_ENGINE_KEYS = (
     "load_format",
 )
 
-REWARD_KEYS = {"model", "runner", "host", "port", "middleware"}
+REWARD_KEYS = {"model", "runner", "host", "port", "middleware", "worker_extension_cls"}
 
 EXPERT_KERNELS = ("auto", "triton")
 SPREAD = ("enable_expert_parallel", "enable_eplb")

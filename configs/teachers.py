@@ -9,7 +9,7 @@ from configs.variables import is_http
 
 SET_BY_US = {
     *("model", "runner", "host", "port", "middleware", "enable_lora", "max_logprobs"),
-    *("logprobs_mode", "served_model_name", "skip_tokenizer_init"),
+    *("logprobs_mode", "served_model_name", "skip_tokenizer_init", "worker_extension_cls"),
 }
 """With some `logprobs_mode` vLLM returns logits in place of log-probabilities."""
 WHOLE_SAMPLE_LOSSES = ("gspo", "topr")

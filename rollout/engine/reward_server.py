@@ -31,6 +31,7 @@ from rollout.engine.vllm_variables import unreadable_variables
 PROG = "python -m rollout reward"
 KEYS_VARIABLE = "HEADRACE_REWARD_KEYS"
 REFUSAL = b'{"error": {"message": "this server asks for the token of its run: <run>/keys/reward.token"}}'
+EXTENSION = "rollout.engine.exact_layers.ExactLayers"
 LEVEL = "warning"
 """At info, uvicorn logs each request."""
 
@@ -81,6 +82,7 @@ def words(config: Config, number: int, cpu: bool) -> list[str]:
     ours = {
         "model": reward.model,
         "runner": "pooling",
+        "worker_extension_cls": EXTENSION,
         "host": reward.host,
         "port": reward.port + number,
         "middleware": f"{__name__}.TokenGate",

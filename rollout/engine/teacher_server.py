@@ -19,7 +19,7 @@ from rollout.engine.arguments import HEAD, on_cpu, unknown_fields
 from rollout.engine.door.leant_on import moved
 from rollout.engine.model_overrides import check_served, overridden
 from rollout.engine.reward_limits import HEAD_LIMITS, App
-from rollout.engine.reward_server import LEVEL, TokenGate, command_line, run_api_server
+from rollout.engine.reward_server import EXTENSION, LEVEL, TokenGate, command_line, run_api_server
 from rollout.engine.vllm_variables import unreadable_variables
 from rollout.teachers.messages import PATH
 
@@ -87,6 +87,7 @@ def arguments(config: Config, number: int, cpu: bool) -> dict[str, Any]:
         "hf_overrides": overridden(teacher.model, given["hf_overrides"]),
         "model": teacher.model,
         "runner": "generate",
+        "worker_extension_cls": EXTENSION,
         "host": config.teacher.host,
         "port": config.teacher.port + number,
         "middleware": f"{TokenGate.__module__}.TokenGate",
