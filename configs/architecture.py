@@ -68,8 +68,9 @@ def is_proven(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") in PROVEN and not any(unsupported(config))
 
 
-def unsupported(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield why the learner would not train the model exactly."""
+def unsupported(config: Mapping[str, Any], served: bool = True) -> Iterator[str]:
+    """Yield why the learner would not train the model exactly. `served`: beside servers of vLLM, which must compute the
+    same."""
     text = text_config(config)
     if wrong := list(malformed(text)):
         yield from wrong
@@ -90,16 +91,20 @@ def unsupported(config: Mapping[str, Any]) -> Iterator[str]:
     for kind in sorted({rope_type(rope) for rope in ropes(text)} - {*ROPES}):
         rule = "whose frequencies are unknown or depend on the longest document of a packed row"
         yield f"its rotary embedding is of type {kind}, {rule}; take a model with one of {', '.join(ROPES)}"
-    yield from unserved(config)
+    yield from unserved(config) if served else _bidirectional(config)
 
 
 def unserved(config: Mapping[str, Any]) -> Iterator[str]:
     """Yield why a server would not compute what transformers does. The config is well-formed."""
-    text, classifies = text_config(config), scores(config)
-    if text.get("is_causal") is False and not classifies:
+    text = text_config(config)
+    yield from _bidirectional(config)
+    yield from served_otherwise(text, list(ropes(text)), scores(config))
+
+
+def _bidirectional(config: Mapping[str, Any]) -> Iterator[str]:
+    if text_config(config).get("is_causal") is False and not scores(config):
         rule = "so tokens would see later ones"
         yield f"is_causal in its config.json is false, {rule}; remove it, or take a causal language model"
-    yield from served_otherwise(text, list(ropes(text)), classifies)
 
 
 def scores(config: Mapping[str, Any]) -> bool:

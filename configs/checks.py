@@ -182,7 +182,7 @@ def check_sft(config: Config, *, rows: int | None = None, files: Collection[str]
     refuse_paths(config)
     found = [
         *sft.rules(config, rows), *context_parallel.contradictions(config), *matmul.contradictions(config),
-        *offloading.contradictions(config), *_architecture(config),
+        *offloading.contradictions(config), *_architecture(config, served=False),
         *_images(config), *_devices(config), *_nodes(config), *_lora(config),
         *_files(config, files), *_trackers(config, files), *_chat(config), *_variables(config),
     ]  # fmt: skip
@@ -260,10 +260,11 @@ def existing(path: Path) -> Path:
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
 
 
-def _architecture(config: Config) -> Iterator[str]:
+def _architecture(config: Config, served: bool = True) -> Iterator[str]:
     path = config.model.path
     facts = model_facts(path)
-    yield from (f"model.path: {path} ({facts.kind or 'unknown type'}): {reason}" for reason in facts.unsupported)
+    reasons = dict.fromkeys(facts.unsupported + (facts.unserved if served else ()))
+    yield from (f"model.path: {path} ({facts.kind or 'unknown type'}): {reason}" for reason in reasons)
 
 
 def _lengths(config: Config) -> Iterator[str]:

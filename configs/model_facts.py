@@ -114,7 +114,7 @@ def model_facts(path: str, text_alone: bool = False) -> ModelFacts:
         return ModelFacts()
     if not isinstance(config, dict):
         return ModelFacts()
-    kind, refused, text = config.get("model_type"), tuple(unsupported(config)), text_config(config)
+    kind, refused, text = config.get("model_type"), tuple(unsupported(config, served=False)), text_config(config)
     if any(malformed(text)) or any(oversized(config)):
         return ModelFacts(kind=kind, unsupported=refused)
     shapes = [(name, shape) for name, shape in every if not name.startswith(UNREAD)]
