@@ -31,11 +31,17 @@ FINAL = ("deepseek_llama_scaling", "deepseek_yarn", "llama3", "longrope", "su", 
 """With these `max_position_embeddings` is final; with others vLLM multiplies it by `factor`."""
 GENERATIVE = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
 """Ends of names of classes with a head that predicts the next token."""
+REWARD = ("SequenceClassification", "Reward")
+"""In names of classes whose head scores a text."""
 SIZES = (
     *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim"),
     *("vocab_size", "max_position_embeddings", "num_experts_per_tok", "decoder_sparse_step", "max_window_layers"),
 )
 """Whole numbers or null."""
+POSITIONS = (
+    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "model_max_length"),
+    *("max_target_positions", "max_sequence_length", "max_seq_length", "seq_len"),
+)
 ROPE_KEYS = ("rope_parameters", "rope_scaling")
 
 
@@ -62,8 +68,9 @@ def is_proven(config: Mapping[str, Any]) -> bool:
     return config.get("model_type") in PROVEN and not any(unsupported(config))
 
 
-def unsupported(config: Mapping[str, Any]) -> Iterator[str]:
-    """Yield why the learner would not train the model exactly."""
+def unsupported(config: Mapping[str, Any], served: bool = True) -> Iterator[str]:
+    """Yield why the learner would not train the model exactly. `served`: beside servers of vLLM, which must compute the
+    same."""
     text = text_config(config)
     if wrong := list(malformed(text)):
         yield from wrong
@@ -84,7 +91,25 @@ def unsupported(config: Mapping[str, Any]) -> Iterator[str]:
     for kind in sorted({rope_type(rope) for rope in ropes(text)} - {*ROPES}):
         rule = "whose frequencies are unknown or depend on the longest document of a packed row"
         yield f"its rotary embedding is of type {kind}, {rule}; take a model with one of {', '.join(ROPES)}"
-    yield from served_otherwise(text, ropes(text))
+    yield from unserved(config) if served else _bidirectional(config)
+
+
+def unserved(config: Mapping[str, Any]) -> Iterator[str]:
+    """Yield why a server would not compute what transformers does. The config is well-formed."""
+    text = text_config(config)
+    yield from _bidirectional(config)
+    yield from served_otherwise(text, list(ropes(text)), scores(config))
+
+
+def _bidirectional(config: Mapping[str, Any]) -> Iterator[str]:
+    if text_config(config).get("is_causal") is False and not scores(config):
+        rule = "so tokens would see later ones"
+        yield f"is_causal in its config.json is false, {rule}; remove it, or take a causal language model"
+
+
+def scores(config: Mapping[str, Any]) -> bool:
+    """Whether the model is a reward model."""
+    return any(word in name for name in architectures(config) for word in REWARD)
 
 
 def malformed(text: Mapping[str, Any]) -> Iterator[str]:
@@ -99,16 +124,20 @@ def malformed(text: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _not_generative(config: Mapping[str, Any], text: Mapping[str, Any]) -> Iterator[str]:
-    named = config.get("architectures") or ()
-    named = [named] if isinstance(named, str) else named
-    if named and not any(str(name).endswith(GENERATIVE) for name in named):
+    named = architectures(config)
+    if named and not any(name.endswith(GENERATIVE) for name in named):
         rule = "which has no head that predicts the next token"
-        yield f"its architecture is {', '.join(map(str, named))}, {rule}; take a causal language model"
+        yield f"its architecture is {', '.join(named)}, {rule}; take a causal language model"
     if config.get("is_encoder_decoder"):
         yield "it is an encoder with a decoder, but the learner packs one sequence a sample; take a decoder"
     if text.get("dual_chunk_attention_config"):
         rule = "which vLLM computes and the learner does not"
         yield f"it has dual chunk attention, {rule}; remove dual_chunk_attention_config from its config.json"
+
+
+def architectures(config: Mapping[str, Any]) -> list[str]:
+    named = config.get("architectures") or ()
+    return [named] if isinstance(named, str) else list(map(str, named))
 
 
 def ropes(config: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
@@ -126,12 +155,13 @@ def rope_type(rope: Mapping[str, Any]) -> str:
 
 
 def usable_positions(config: Mapping[str, Any]) -> int | None:
-    """Positions that vLLM computes. It accepts `max_position_embeddings` times the rotary embedding's factor, except
+    """Positions that vLLM computes. It accepts the smallest of POSITIONS times the rotary embedding's factor, except
     for FINAL and for Gemma 3, whose config has the product already. Of yarn it has a table of
     `original_max_position_embeddings` times the factor, and reads memory behind it for later positions."""
-    positions = config.get("max_position_embeddings")
-    if not isinstance(positions, int):
+    found = [config[key] for key in POSITIONS if type(config.get(key)) is int]
+    if not found:
         return None
+    positions = min(found)
     factors = [rope["factor"] for rope in ropes(config) if rope_type(rope) not in FINAL and rope.get("factor")]
     accepted = positions if "gemma3" in str(config.get("model_type")) else int(positions * [1.0, *factors][-1])
     return min([accepted, *_tables(config)])

@@ -18,6 +18,7 @@ from operator import attrgetter
 from pathlib import Path
 
 from configs import context_parallel, critic, matmul, offloading, publishing, sft, staging, teachers, variables
+from configs.architecture import architectures, scores
 from configs.data.sources import GENERATED, INSTALL, problems_with, source_name
 from configs.expert_models import OTHER_MIXTURE, REPLAYED, failing, is_proven
 from configs.load import ConfigError
@@ -93,7 +94,7 @@ LORA_ENGINE_KEYS = (
     "load_format",
 )
 
-REWARD_KEYS = {"model", "runner", "host", "port", "middleware"}
+REWARD_KEYS = {"model", "runner", "host", "port", "middleware", "worker_extension_cls"}
 
 EXPERT_KERNELS = ("auto", "triton")
 SPREAD = ("enable_expert_parallel", "enable_eplb")
@@ -181,7 +182,7 @@ def check_sft(config: Config, *, rows: int | None = None, files: Collection[str]
     refuse_paths(config)
     found = [
         *sft.rules(config, rows), *context_parallel.contradictions(config), *matmul.contradictions(config),
-        *offloading.contradictions(config), *_architecture(config),
+        *offloading.contradictions(config), *_architecture(config, served=False),
         *_images(config), *_devices(config), *_nodes(config), *_lora(config),
         *_files(config, files), *_trackers(config, files), *_chat(config), *_variables(config),
     ]  # fmt: skip
@@ -259,10 +260,11 @@ def existing(path: Path) -> Path:
     return next(place for place in (path.absolute(), *path.absolute().parents) if place.exists())
 
 
-def _architecture(config: Config) -> Iterator[str]:
+def _architecture(config: Config, served: bool = True) -> Iterator[str]:
     path = config.model.path
     facts = model_facts(path)
-    yield from (f"model.path: {path} ({facts.kind or 'unknown type'}): {reason}" for reason in facts.unsupported)
+    reasons = dict.fromkeys(facts.unsupported + (facts.unserved if served else ()))
+    yield from (f"model.path: {path} ({facts.kind or 'unknown type'}): {reason}" for reason in reasons)
 
 
 def _lengths(config: Config) -> Iterator[str]:
@@ -540,6 +542,9 @@ def _rewards(config: Config) -> Iterator[str]:
         yield f"reward.servers: {reward.servers}, but no reward function uses them; {remedy}"
     if reward.servers and reward.model is None:
         yield f"reward.servers: {reward.servers}, but they have no model; set reward.model"
+    if reward.servers and reward.model is not None:
+        facts = model_facts(reward.model)
+        yield from (f"reward.model: {reward.model} ({facts.kind}): {line}" for line in facts.unserved)
     if reward.model is not None and not reward.servers:
         yield f"reward.model: {reward.model} is served by nobody; set reward.servers: 1, or remove the key"
     if any("model" in part.kwargs for part in using) and reward.model is not None:
@@ -656,8 +661,8 @@ def _reward_model(config: Config) -> Iterator[str]:
     if problems or not file.is_file() or "convert" in config.reward.engine:
         return
     config_json = json.loads(file.read_text(encoding="utf-8"))
-    found = (config_json.get("architectures") if isinstance(config_json, dict) else None) or ["none"]
-    if not any("SequenceClassification" in name or "Reward" in name for name in found):
+    if not scores(config_json):
+        found = architectures(config_json) or ["none"]
         remedy = "name a sequence classification model, or set reward.engine.convert: classify if it is one"
         yield f"reward.model: {path} is no reward model, its architecture is {', '.join(found)}; {remedy}"
 

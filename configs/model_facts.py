@@ -17,6 +17,7 @@ from configs.architecture import (
     reads_images,
     text_config,
     trains_text_alone,
+    unserved,
     unsupported,
     usable_positions,
 )
@@ -60,6 +61,8 @@ class ModelFacts:
     """Keys and values of one token; None if not every layer attends to the whole sequence."""
     unsupported: tuple[str, ...] = ()
     """Why the learner would not train it exactly."""
+    unserved: tuple[str, ...] = ()
+    """Why vLLM would not compute what transformers does."""
     head_size: int | None = None
     vocabulary: int | None = None
     routed: tuple[int, int] | None = None
@@ -111,7 +114,7 @@ def model_facts(path: str, text_alone: bool = False) -> ModelFacts:
         return ModelFacts()
     if not isinstance(config, dict):
         return ModelFacts()
-    kind, refused, text = config.get("model_type"), tuple(unsupported(config)), text_config(config)
+    kind, refused, text = config.get("model_type"), tuple(unsupported(config, served=False)), text_config(config)
     if any(malformed(text)) or any(oversized(config)):
         return ModelFacts(kind=kind, unsupported=refused)
     shapes = [(name, shape) for name, shape in every if not name.startswith(UNREAD)]
@@ -138,6 +141,7 @@ def model_facts(path: str, text_alone: bool = False) -> ModelFacts:
         prod(routed) * (1 if experts <= 256 else 2),
         *_kept_of_a_token(text),
         refused,
+        tuple(unserved(config)),
         _head_size(text),
         text.get("vocab_size"),
         routed if all(routed) else None,

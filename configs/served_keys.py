@@ -4,7 +4,7 @@ Each was seen with a small model of its type: vLLM 0.32 on a CPU gave other log-
 """
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 OTHERWISE = "take another model"
@@ -24,7 +24,14 @@ class ReadByOne(NamedTuple):
 OFF, SILU, TANH = (None, False), (None, "silu"), "gelu_pytorch_tanh"
 LLAMAS = ("apertus", "ernie4_5", "llama", "ministral3", "mistral", "phi3")
 """Types of vLLM's Llama."""
+GENERAL = (
+    *("arcee", "bitnet", "cwm", "diffllama", "flex_olmo", "glm", "gpt_neox", "helium", "hunyuan_v1_dense", "jais2"),
+    *("mellum", "ministral", "nanochat", "olmo", "olmo2", "olmo3", "persimmon", "phi", "seed_oss", "smollm3"),
+    *("starcoder2", "youtu"),
+)
+"""vLLM runs transformers' classes with an attention of its own, which reads config.json in the same way for all."""
 KEYS = (
+    ReadByOne(GENERAL, "attn_logit_softcapping", (None,), served=True),
     ReadByOne((*LLAMAS, "exaone4", "granite", "nemotron"), "bias", OFF, served=True),
     ReadByOne(("ernie4_5", "exaone4", "ministral3", "mistral", "phi3"), "attention_bias", OFF, served=True),
     ReadByOne(("apertus", "ernie4_5", "exaone4", "ministral3", "mistral", "phi3"), "mlp_bias", OFF, served=True),
@@ -61,18 +68,36 @@ WHOLE_HEADS = (
 """transformers rotates whole heads, vLLM a share of each."""
 SHARES = ("partial_rotary_factor", "rotary_pct", "rotary_emb_fraction")
 ROTATED = "rope_dim"
+TEXT = (*WHOLE_HEADS, "glm4", "ministral3", "nemotron", "phi3")
+"""vLLM has no positions of images for these."""
+SECTIONS = ("mrope_section", "xdrope_section")
+FOURIER = "use_fope"
+OWN_KEYS = ("gpt_neox", "persimmon")
+"""transformers gives each of their heads keys of its own."""
+KV_HEADS = ("n_head_kv", "num_kv_heads", "num_key_value_heads", "multi_query_group_num", "num_attention_groups")
+"""vLLM takes the first."""
+HEAD = ("logit_scale", "tie_word_embeddings")
+"""Keys of the head that predicts the next token."""
 ALL_OR_NONE = ("qwen2", "qwen3", "qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text")
 """vLLM gives a window to all layers or to none. If some have one, it does not start, or gives it to all."""
 WINDOW, FIRST_WINDOW = 4096, 28
 """Qwen's values for a config without `sliding_window` and `max_window_layers`."""
 
 
-def served_otherwise(text: Mapping[str, Any], ropes: Iterable[Mapping[str, Any]]) -> Iterator[str]:
-    """Yield a clause for each key, with its value and the remedy. `ropes`: of `text`."""
+def served_otherwise(
+    text: Mapping[str, Any], ropes: Sequence[Mapping[str, Any]], classifies: bool = False
+) -> Iterator[str]:
+    """Yield a clause for each key, with its value and the remedy. `ropes`: of `text`. `classifies`: the model's head
+    predicts no tokens."""
     kind = text.get("model_type")
     for key in KEYS:
+        if classifies and key.name in HEAD:
+            continue
         if kind in key.kinds and key.name in text and text[key.name] not in key.alike:
             yield _differs(key.name, text[key.name], key.served)
+    yield from _kv_heads(text) if kind in (*GENERAL, "vaultgemma") else ()
+    for name in (FOURIER, *(SECTIONS if kind in TEXT else ())):
+        yield from (_differs(name, part[name], served=True) for part in (text, *ropes) if part.get(name))
     yield from _rotations(text, ropes) if kind in WHOLE_HEADS else ()
     yield from _windows(text) if kind in ALL_OR_NONE else ()
     bias = bool(text.get("attention_bias"))
@@ -87,6 +112,15 @@ def _differs(name: str, value: Any, served: bool) -> str:
     by, other = ("vLLM", "transformers") if served else ("transformers", "vLLM")
     remedy = "remove it" if served else OTHERWISE
     return f"{name} in its config.json is {json.dumps(value)}, by which {by} computes and {other} does not; {remedy}"
+
+
+def _kv_heads(text: Mapping[str, Any]) -> Iterator[str]:
+    number, names = text.get("num_attention_heads"), KV_HEADS
+    if text.get("model_type") not in OWN_KEYS:
+        number, names = text.get("num_key_value_heads") or number, KV_HEADS[:2]
+    for name in names:
+        if text.get(name) not in (None, number):
+            yield _differs(name, text[name], served=True)
 
 
 def _rotations(text: Mapping[str, Any], ropes: Iterable[Mapping[str, Any]]) -> Iterator[str]:

@@ -9,7 +9,7 @@ from configs.variables import is_http
 
 SET_BY_US = {
     *("model", "runner", "host", "port", "middleware", "enable_lora", "max_logprobs"),
-    *("logprobs_mode", "served_model_name", "skip_tokenizer_init"),
+    *("logprobs_mode", "served_model_name", "skip_tokenizer_init", "worker_extension_cls"),
 }
 """With some `logprobs_mode` vLLM returns logits in place of log-probabilities."""
 WHOLE_SAMPLE_LOSSES = ("gspo", "topr")
@@ -90,6 +90,8 @@ def _one(key: str, teacher: TeacherModel, longest: int) -> Iterator[str]:
             yield f"{key}.url: {url}: write it as http://HOST:PORT, without /v1"
     if teacher.url is None and teacher.api_key_env:
         yield f"{key}.api_key_env: the run's own servers ask for the token of the run; remove the key"
+    facts = model_facts(teacher.model or "") if teacher.servers else None
+    yield from (f"{key}.model: {teacher.model} ({facts.kind}): {line}" for line in facts.unserved) if facts else ()
     yield from (f"{key}.engine.{name}: Headrace sets it; remove the key" for name in SET_BY_US & teacher.engine.keys())
     yield from _length(key, teacher, longest)
 

@@ -50,10 +50,10 @@ SOFTWARE = ("torch", "transformers")
 ADVICE = f"{REMEDY}; docs/models.md lists what holds"
 
 
-def key_of(config: PreTrainedConfig, share: bool, trusted: bool, splits: bool = False) -> str:
+def key_of(config: PreTrainedConfig, share: bool, trusted: bool, splits: bool = False, served: bool = True) -> str:
     """A digest of all that a certificate depends on."""
     digest = hashlib.sha256()
-    facts = [config.to_dict(), share, trusted, splits, software(), platform.machine()]
+    facts = [config.to_dict(), share, trusted, splits, served, software(), platform.machine()]
     digest.update(json.dumps(facts, sort_keys=True, default=str).encode())
     for file in sorted(file for package in CODE for file in (ROOT / package).rglob("*.py")):
         digest.update(file.read_bytes())
@@ -70,24 +70,33 @@ def software() -> dict[str, str]:
     return found
 
 
-def certify(model: ModelConfig, share: bool, mesh: DeviceMesh, pair: Pair, splits: bool = False) -> Certificate:
-    """`splits`: ranks share rows. Raises ConfigError for a config that transformers cannot read."""
-    return certify_config(loading.read_config(model), model, share, mesh, pair, splits)
+def certify(
+    model: ModelConfig, share: bool, mesh: DeviceMesh, pair: Pair, splits: bool = False, served: bool = True
+) -> Certificate:
+    """`splits`: ranks share rows. `served`: beside servers. Raises ConfigError for a config that transformers cannot
+    read."""
+    return certify_config(loading.read_config(model), model, share, mesh, pair, splits, served)
 
 
 def certify_config(
-    config: PreTrainedConfig, model: ModelConfig, share: bool, mesh: DeviceMesh, pair: Pair, splits: bool = False
+    config: PreTrainedConfig,
+    model: ModelConfig,
+    share: bool,
+    mesh: DeviceMesh,
+    pair: Pair,
+    splits: bool = False,
+    served: bool = True,
 ) -> Certificate:
     started, trusted = time.perf_counter(), model.trust_remote_code
     made = Certificate(
         model=model.path,
         kind=config.model_type,
-        key=key_of(config, share, trusted, splits),
+        key=key_of(config, share, trusted, splits, served),
         versions=software(),
         date=date.today().isoformat(),
         device=f"cpu {platform.machine()}",
     )
-    if refused := reasons(copy.deepcopy(config), share, trusted):
+    if refused := reasons(copy.deepcopy(config), share, trusted, served):
         return made.model_copy(update={"refused": "; ".join(refused), "seconds": time.perf_counter() - started})
     with tempfile.TemporaryDirectory(prefix="headrace-certify-") as place:
         folder = Path(place)

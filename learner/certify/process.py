@@ -48,18 +48,18 @@ def leads(environment: Mapping[str, str]) -> bool:
     return all(environment.get(name, "0") == "0" for name in ("RANK", "NODE_RANK"))
 
 
-def require(config: Config, prompts: bool = True) -> None:
+def require(config: Config, prompts: bool = True, served: bool = True) -> None:
     """Raise ConfigError unless the run's model has a certificate that holds, and takes its adapter. `prompts`: rows may
-    share them."""
+    share them. `served`: beside servers, which must compute the same."""
     model, file = config.model, config.run.path / FILE
     facts, learner = loading.read_config(model), config.learner
     share, splits = prompts and bool(learner.share_prompts), learner.context_parallel > 1
     check_shareable(model, config.learner.context_parallel)
-    key = key_of(facts, share, model.trust_remote_code, splits)
+    key = key_of(facts, share, model.trust_remote_code, splits, served)
     found = read(file)
     if found is None or found.key != key or not found.holds:
         log.info("certificate: compares a small copy of the model with transformers, which may take a minute")
-        found = made(model, share, splits=splits)
+        found = made(model, share, splits=splits, served=served)
         with writing(config.run.path):
             run_folder(config.run.path)
         write(found, file)
@@ -73,14 +73,16 @@ def require(config: Config, prompts: bool = True) -> None:
     check_adapter(model, facts)
 
 
-def made(model: ModelConfig, share: bool, splits: bool = False, limit_s: float = LIMIT_S) -> Certificate:
+def made(
+    model: ModelConfig, share: bool, splits: bool = False, served: bool = True, limit_s: float = LIMIT_S
+) -> Certificate:
     loading.read_config(model)
-    return Certificate.model_validate_json(_forked(_make, model, (share, splits), limit_s))
+    return Certificate.model_validate_json(_forked(_make, model, (share, splits, served), limit_s))
 
 
-def checked(model: ModelConfig, share: bool, limit_s: float = LIMIT_S) -> None:
+def checked(model: ModelConfig, share: bool, served: bool = True, limit_s: float = LIMIT_S) -> None:
     """Do `check_exact` in its own process."""
-    if problems := json.loads(_forked(_check, model, (share,), limit_s)):
+    if problems := json.loads(_forked(_check, model, (share, served), limit_s)):
         raise ConfigError(problems)
 
 
@@ -163,16 +165,16 @@ def _short(error: Exception) -> str:
     return ""
 
 
-def _make(model: ModelConfig, share: bool, splits: bool) -> str:
+def _make(model: ModelConfig, share: bool, splits: bool, served: bool) -> str:
     with Pair(multiprocessing.get_context("fork"), prepare) as pair:
         pair.start()
         with one_rank() as mesh:
-            return certify(model, share, mesh, pair, splits).model_dump_json()
+            return certify(model, share, mesh, pair, splits, served).model_dump_json()
 
 
-def _check(model: ModelConfig, share: bool) -> str:
+def _check(model: ModelConfig, share: bool, served: bool) -> str:
     try:
-        check_exact(model, share)
+        check_exact(model, share, served)
     except ConfigError as error:
         return json.dumps(error.problems)
     return "[]"

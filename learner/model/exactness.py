@@ -60,11 +60,11 @@ class ServedOtherwise(Inexact):
     """vLLM would compute something else than transformers."""
 
 
-def check_exact(model: ModelConfig, share: bool) -> None:
-    """Raise ConfigError unless packed rows are computed exactly."""
+def check_exact(model: ModelConfig, share: bool, served: bool = True) -> None:
+    """Raise ConfigError unless packed rows are computed exactly, and if `served`, by servers too."""
     config = loading.read_config(model)
     kind = config.model_type
-    if found := reasons(config, share, model.trust_remote_code):
+    if found := reasons(config, share, model.trust_remote_code, served):
         raise ConfigError([f"model.path: {model.path} ({kind}): {reason}" for reason in found])
     check_adapter(model, config)
 
@@ -92,9 +92,9 @@ def check_shareable(model: ModelConfig, ranks: int) -> None:
         raise ConfigError([f"learner.context_parallel: {ranks}, but {model.path} ({kind}) {problem}; set it to 1"])
 
 
-def reasons(config: PreTrainedConfig, share: bool = True, trusted: bool = False) -> list[str]:
-    """Why the model would not be trained exactly."""
-    if found := list(unsupported(config.to_dict())):
+def reasons(config: PreTrainedConfig, share: bool = True, trusted: bool = False, served: bool = True) -> list[str]:
+    """Why the model would not be trained exactly. `served`: beside servers."""
+    if found := list(unsupported(config.to_dict(), served)):
         return found
     try:
         try_out(config, share, trusted)

@@ -15,7 +15,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from buffer.store.lock import InUse, locked
-from configs.architecture import usable_positions
+from configs.architecture import unserved, usable_positions
 from configs.checkpoint_files import complete
 from configs.checks import check_sft
 from configs.data.sources import count_rows
@@ -51,6 +51,7 @@ from learner.train.skipped import StepsSkipped
 
 log = logging.getLogger("learner")
 PROG = "python -m learner sft"
+UNSERVED = "model.path: %s is trained as transformers computes it; a run of reinforcement learning refuses it: %s"
 OVER = (ImageChanged, NoDiskSpace, StepsSkipped)
 """Errors that a restart would only repeat."""
 
@@ -65,9 +66,11 @@ def main(argv: Sequence[str]) -> int:
         fitting = known(config)
         check_past(config)
         if process.leads(os.environ):
-            process.require(config, prompts=False)
+            for line in unserved(loading.read_config(config.model).to_dict()):
+                log.warning(UNSERVED, config.model.path, line)
+            process.require(config, prompts=False, served=False)
         else:
-            process.checked(config.model, False)
+            process.checked(config.model, share=False, served=False)
         if config.learner.ranks > 1 and "RANK" not in os.environ:
             return ranks.start(["sft", *argv], config.learner)
         if os.environ.get("RANK", "0") == "0":

@@ -2,6 +2,7 @@
 
 vLLM makes Cohere's sliding windows one token longer; so the server gets a shorter window, if vLLM's source adds one.
 vLLM looks for the factor of Ministral 3's queries at late positions under another key, and would leave it out.
+What cannot be corrected is refused.
 """
 
 import ast
@@ -9,7 +10,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from buffer.data.images import read_model_file
-from configs.architecture import ropes, text_config
+from configs.architecture import malformed, ropes, text_config, unserved
+from configs.load import ConfigError
 from rollout.engine.door.installed import attention_of_cohere
 
 KIND = "cohere2"
@@ -18,6 +20,15 @@ SCALED = "ministral3"
 BETA, ORIGINAL = "llama_4_scaling_beta", "original_max_position_embeddings"
 SCALE = {BETA: 0.1, ORIGINAL: 16384}
 """transformers' values for a config without a rotary embedding."""
+
+
+def check_served(key: str, model_path: str) -> None:
+    """Raise ConfigError if vLLM would not compute what transformers does, also for a model from a hub, which no check
+    of the run file has read. `key`: names the model."""
+    config = read_model_file(model_path, "config.json") or {}
+    found = list(malformed(text_config(config))) or list(unserved(config))
+    if found:
+        raise ConfigError([f"{key}: {model_path} ({config.get('model_type')}): {line}" for line in found])
 
 
 def overridden(model_path: str, given: Mapping[str, Any]) -> dict[str, Any]:

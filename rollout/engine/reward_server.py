@@ -24,12 +24,14 @@ from configs.schema import Config
 from rollout.engine.arguments import environment, on_cpu, unknown_fields
 from rollout.engine.door.leant_on import API_SERVER, moved
 from rollout.engine.http_connection import limit_connections
+from rollout.engine.model_overrides import check_served, overridden
 from rollout.engine.reward_limits import HEAD_LIMITS, App, RequestLimits
 from rollout.engine.vllm_variables import unreadable_variables
 
 PROG = "python -m rollout reward"
 KEYS_VARIABLE = "HEADRACE_REWARD_KEYS"
 REFUSAL = b'{"error": {"message": "this server asks for the token of its run: <run>/keys/reward.token"}}'
+EXTENSION = "rollout.engine.exact_layers.ExactLayers"
 LEVEL = "warning"
 """At info, uvicorn logs each request."""
 
@@ -71,10 +73,16 @@ def check_reward_server(config: Config) -> None:
 def words(config: Config, number: int, cpu: bool) -> list[str]:
     """Merge our defaults, `reward.engine`, and what Headrace depends on."""
     reward = config.reward
+    assert reward.model is not None, "it is served"
+    check_served("reward.model", reward.model)
     defaults: dict[str, Any] = {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_BYTES} if cpu else {}
+    given = defaults | reward.engine
+    if corrected := overridden(reward.model, given.get("hf_overrides", {})):
+        given["hf_overrides"] = corrected
     ours = {
         "model": reward.model,
         "runner": "pooling",
+        "worker_extension_cls": EXTENSION,
         "host": reward.host,
         "port": reward.port + number,
         "middleware": f"{__name__}.TokenGate",
@@ -82,7 +90,7 @@ def words(config: Config, number: int, cpu: bool) -> list[str]:
         "disable_uvicorn_access_log": True,
         **HEAD_LIMITS,
     }
-    return command_line(defaults | reward.engine | ours)
+    return command_line(given | ours)
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:

@@ -17,9 +17,9 @@ from configs.schema import Config
 from configs.teachers import key_of
 from rollout.engine.arguments import HEAD, on_cpu, unknown_fields
 from rollout.engine.door.leant_on import moved
-from rollout.engine.model_overrides import overridden
+from rollout.engine.model_overrides import check_served, overridden
 from rollout.engine.reward_limits import HEAD_LIMITS, App
-from rollout.engine.reward_server import LEVEL, TokenGate, command_line, run_api_server
+from rollout.engine.reward_server import EXTENSION, LEVEL, TokenGate, command_line, run_api_server
 from rollout.engine.vllm_variables import unreadable_variables
 from rollout.teachers.messages import PATH
 
@@ -68,7 +68,8 @@ def unknown_arguments(config: Config) -> list[str]:
 
 def arguments(config: Config, number: int, cpu: bool) -> dict[str, Any]:
     """Merge our defaults, the teacher's `engine`, and what Headrace depends on."""
-    teacher = config.teacher.teachers[config.teacher.served[number]]
+    source = config.teacher.served[number]
+    teacher = config.teacher.teachers[source]
     defaults: dict[str, Any] = {
         "max_model_len": max_sample_tokens(config) + 1,
         "generation_config": "vllm",
@@ -78,6 +79,7 @@ def arguments(config: Config, number: int, cpu: bool) -> dict[str, Any]:
     defaults |= {"enforce_eager": True, "kv_cache_memory_bytes": CPU_KV_BYTES} if cpu else {}
     top = {} if config.teacher.top_k is None else {"max_logprobs": -1}  # a request may need more than top_k of them
     assert teacher.model is not None, "it is served"
+    check_served(f"{key_of(config.teacher, source)}.model", teacher.model)
     given = {**defaults, **teacher.engine}
     return {
         **given,
@@ -85,6 +87,7 @@ def arguments(config: Config, number: int, cpu: bool) -> dict[str, Any]:
         "hf_overrides": overridden(teacher.model, given["hf_overrides"]),
         "model": teacher.model,
         "runner": "generate",
+        "worker_extension_cls": EXTENSION,
         "host": config.teacher.host,
         "port": config.teacher.port + number,
         "middleware": f"{TokenGate.__module__}.TokenGate",

@@ -15,6 +15,7 @@ import torch
 from learner.weights.channel import backend_of
 from learner.weights.receiver.staging import Staging
 from rollout.engine.door.vllm_worker import AsyncModelRunnerOutput, ModelRunnerOutput
+from rollout.engine.exact_layers import ExactLayers
 from rollout.engine.experts.expert_kernels import needs_trial, refusal
 from rollout.engine.experts.trial_weights import TrialWeights, cannot_be_tried
 from rollout.engine.lora.adapter_load import AdapterLoad
@@ -24,7 +25,7 @@ from rollout.engine.start_failure import report_final_failures
 report_final_failures()  # vLLM's engine process imports this module before it builds the model
 
 
-class WorkerExtension:
+class WorkerExtension(ExactLayers):
     """Uses `device`, `rank`, `model_runner` and `vllm_config` of vLLM's worker."""
 
     device: torch.device

@@ -487,6 +487,9 @@ ROPES: dict[str, tuple[dict[str, object], int]] = {
         1024,
     ),
     "of a text config": ({"text_config": {"max_position_embeddings": 8, "rope_scaling": {"factor": 2.0}}}, 16),
+    "beside another length": ({"model_max_length": 128}, 128),
+    "beside another length, scaled": ({"max_seq_length": 128, "rope_scaling": {"type": "linear", "factor": 2.0}}, 256),
+    "under another name": ({"max_position_embeddings": None, "n_positions": 64}, 64),
     "gemma3, which writes the product": (
         {"model_type": "gemma3_text", "rope_scaling": {"rope_type": "linear", "factor": 8.0}},
         512,

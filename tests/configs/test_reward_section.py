@@ -133,6 +133,15 @@ def test_contradictions(reward: list[str], line: str):
     assert refused(*reward) == [line]
 
 
+def test_a_reward_model_that_vllm_would_compute_otherwise_is_refused(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "llama", "partial_rotary_factor": 0.5}')
+    (line,) = refused("function=reward_model", "servers=1", f"model={tmp_path}")
+    assert line.startswith(
+        f"reward.model: {tmp_path} (llama): partial_rotary_factor in its config.json is 0.5, by which"
+    )
+    assert line.endswith("; remove it")
+
+
 def test_reward_servers_leave_the_buffers_port_alone():
     beside = config(*OWN, "port=5599")
     buffer = beside.buffer.model_copy(update={"address": "tcp://127.0.0.1:5600"})

@@ -112,6 +112,16 @@ def test_a_contradiction_is_refused(override: str, line: str) -> None:
     assert line in refused(override, rows=100)
 
 
+def test_what_only_a_server_computes_otherwise_is_refused_beside_servers_alone(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "olmoe", "clip_qkv": 8.0}))
+    check_sft(config(f"model.path={tmp_path}"), files=())
+    with pytest.raises(ConfigError, match=r"clip_qkv in its config\.json is 8\.0, by which transf"):
+        check(load([*NEEDED[1:2], f"--model.path={tmp_path}", "--reward.function=math"]), files=())
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", "is_causal": False}))
+    (line,) = refused(f"model.path={tmp_path}")
+    assert "is_causal in its config.json is false, so tokens would see later ones" in line
+
+
 def test_the_longest_row_follows_from_model_and_microbatch(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2", "max_position_embeddings": 256}))
     model = f"model.path={tmp_path}"

@@ -198,6 +198,17 @@ def test_a_policy_that_reads_images_and_a_short_teacher_are_refused(tmp_path: Pa
     )
 
 
+def test_a_teacher_that_vllm_would_compute_otherwise_is_refused(tmp_path: Path) -> None:
+    windows = {"use_sliding_window": True, "sliding_window": 64, "num_hidden_layers": 4, "max_window_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen2"} | windows))
+    source = f"by_source=[{{data_source: math, model: {tmp_path}, servers: 1}}]"
+    found = refused(f"model={tmp_path}", "servers=1", source)
+    for key, line in zip(("teacher.model", "teacher.by_source.0.model"), found, strict=True):
+        assert line.startswith(f"{key}: {tmp_path} (qwen2): max_window_layers in its config.json leaves 2 of 4 layers")
+        assert line.endswith("; set use_sliding_window to false if no sample exceeds 64 tokens, or take another model")
+    check(config("url=http://h:1", f"model={tmp_path}"), files=())
+
+
 def test_supervised_fine_tuning_has_no_teacher() -> None:
     from configs.checks import check_sft
 

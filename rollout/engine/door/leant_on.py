@@ -319,6 +319,11 @@ WORKER = (
         "a tied head on a CPU is packed anew",
         has="quant_method cpu_linear?",
     ),
+    Need(
+        "vllm.model_executor.layers.activation.XIELU",
+        "Apertus's activation has the type of the model's weights",
+        calls=("XIELU(dtype=...)",),
+    ),
     Need("vllm.model_executor.layers.fused_moe.routed_experts.RoutedExperts", "experts", has="quant_method"),
     Need(
         "vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method.UnquantizedFusedMoEMethod",

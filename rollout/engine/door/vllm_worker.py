@@ -3,6 +3,7 @@
 from vllm.config.vllm import set_current_vllm_config as set_current_vllm_config
 from vllm.lora.lora_model import LoRAModel as LoRAModel
 from vllm.lora.peft_helper import PEFTHelper as PEFTHelper
+from vllm.model_executor.layers.activation import XIELU as XIELU
 from vllm.model_executor.layers.fused_moe.routed_experts import RoutedExperts as RoutedExperts
 from vllm.model_executor.layers.linear import LinearBase as LinearBase
 from vllm.model_executor.model_loader.reload.layerwise import finalize_layerwise_reload as finalize_layerwise_reload

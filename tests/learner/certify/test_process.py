@@ -50,9 +50,9 @@ class Maker:
         self.asked, self.checks, self.refused = 0, checks, refused
         monkeypatch.setattr(process, "made", self)
 
-    def __call__(self, model: ModelConfig, share: bool, splits: bool = False) -> Certificate:
+    def __call__(self, model: ModelConfig, share: bool, splits: bool = False, served: bool = True) -> Certificate:
         self.asked += 1
-        found = key_of(loading.read_config(model), share, model.trust_remote_code, splits)
+        found = key_of(loading.read_config(model), share, model.trust_remote_code, splits, served)
         checks = {"checks": self.checks, "refused": self.refused, "remedy": "take another"}
         return Certificate(model=model.path, kind="qwen2", key=found, **checks)
 

@@ -140,6 +140,11 @@ def test_an_inexact_model_is_refused_by_name(name: str) -> None:
     assert re.search(words, reason), reason
 
 
+def test_windows_that_vllm_alone_cannot_give_are_trained_without_servers(tmp_path: Path, mesh: Any) -> None:
+    config = config_of("qwen2", {"use_sliding_window": True, **SLIDING})
+    assert reasons(config, served=False) == [] and worst_difference(config, tmp_path, mesh) < 1e-4
+
+
 def test_a_large_model_is_tried_as_a_small_copy() -> None:
     """The shape of Qwen2.5-72B: a few narrow layers represent all, and heads keep their size."""
     config = AutoConfig.for_model("qwen2", hidden_size=8192, num_hidden_layers=80, num_attention_heads=64)
@@ -291,7 +296,7 @@ def test_every_type_that_transformers_has_is_exact_or_refused(kind: str, tmp_pat
     ("kind", "overrides", "words"),
     [
         ("lfm2", {"layer_types": ["conv", "conv", "full_attention"]}, r"keep a state \(Lfm2ShortConv\)"),
-        ("gpt_neox", {}, r"files name otherwise \(lm_head.weight\)"),
+        ("gpt_neox", {"num_key_value_heads": 2}, r"files name otherwise \(lm_head.weight\)"),
         ("gpt_oss", {"num_local_experts": 4, **SLIDING}, "experts of a type beside which no server was seen"),
         ("granitemoe", {}, "experts of a type beside which no server was seen"),
     ],

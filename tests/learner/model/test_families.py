@@ -197,7 +197,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "diffllama": ("diffllama", {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}),
     "gpt_neox": ("gpt_neox", {"num_key_value_heads": ...}),
     "starcoder2": ("starcoder2", {}),
-    "persimmon": ("persimmon", {}),
+    "persimmon": ("persimmon", {"num_key_value_heads": ...}),
     "opt": ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
     "cwm": ("cwm", SLIDING | {"bos_token_id": 2}),
     "bitnet": ("bitnet", {}),

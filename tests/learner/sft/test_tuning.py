@@ -1,5 +1,6 @@
 """`python -m learner sft`: its losses are those of transformers, for any ranks and microbatches; it survives a kill."""
 
+import json
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -229,7 +230,7 @@ def test_a_model_whose_certificate_fails_is_refused(tmp_path: Path, monkeypatch:
     check = judged("two ranks = one", 1.0, 1e-4, fault="its Qwen2Attention (layers.0.self_attn) differs")
     asked = []
 
-    def made(model: ModelConfig, share: bool, splits: bool) -> Certificate:
+    def made(model: ModelConfig, share: bool, splits: bool, served: bool) -> Certificate:
         asked.append((share, splits))
         return Certificate(model=model.path, kind="qwen2", checks=(check,), remedy="take another")
 
@@ -243,12 +244,31 @@ def test_a_model_whose_certificate_fails_is_refused(tmp_path: Path, monkeypatch:
 def test_a_process_without_a_certificate_ends_the_run_in_one_line(
     tmp_path: Path, monkeypatch: Any, capsys: Any
 ) -> None:
-    def made(model: ModelConfig, share: bool, splits: bool) -> Certificate:
+    def made(model: ModelConfig, share: bool, splits: bool, served: bool) -> Certificate:
         raise process.NoCertificate("model.path: m: memory is short")
 
     monkeypatch.setattr(process, "made", made)
     assert main(sft_run(tmp_path)[1:]) == 1
     assert capsys.readouterr().err.endswith("python -m learner sft: model.path: m: memory is short\n")
+
+
+def test_a_model_that_vllm_computes_otherwise_is_trained_with_a_warning(
+    tmp_path: Path, monkeypatch: Any, capsys: Any, caplog: Any
+) -> None:
+    words, asked = sft_run(tmp_path)[1:], []
+    file = tmp_path / "model" / "config.json"
+    windows = {"use_sliding_window": True, "sliding_window": 64, "max_window_layers": 1, "layer_types": None}
+    file.write_text(json.dumps(json.loads(file.read_text()) | windows))
+
+    def made(model: ModelConfig, share: bool, splits: bool, served: bool) -> Certificate:
+        asked.append(served)
+        raise process.NoCertificate("enough is seen")
+
+    monkeypatch.setattr(process, "made", made)
+    assert main(words) == 1 and asked == [False]
+    assert "enough is seen" in capsys.readouterr().err
+    (warning,) = [line for line in caplog.messages if "is trained as transformers computes it" in line]
+    assert "layer_types in its config.json leaves 1 of 2 layers without a sliding window" in warning
 
 
 def test_the_folder_of_another_run_is_refused_before_a_certificate_is_made(

@@ -57,6 +57,14 @@ def test_a_teacher_of_cohere_sees_as_many_tokens_as_transformers_lets_it(tmp_pat
     assert given == {"head_dtype": "float32", "sliding_window": 511}
 
 
+def test_a_teacher_that_only_its_server_has_is_judged_there(tmp_path: Path) -> None:
+    """No check of a run file reads a hub's models."""
+    config = load(with_folders(tmp_path, small={"model_type": "olmoe", "clip_qkv": 8.0}))
+    teacher_server.arguments(config, 0, cpu=True)
+    with pytest.raises(ConfigError, match=r"^teacher.by_source.0.model: .*small \(olmoe\): clip_qkv in .* is 8.0, by"):
+        teacher_server.arguments(config, 1, cpu=True)
+
+
 def test_a_server_may_be_asked_for_more_than_top_k_tokens(tmp_path: Path) -> None:
     """As many as the teacher has: some may be none of the policy's."""
     config = load([*with_folders(tmp_path), "--teacher.top_k=16"])

@@ -15,6 +15,7 @@ from starlette.responses import JSONResponse
 from starlette.routing import Route
 
 from buffer.keys import KeysError
+from configs.load import ConfigError, load
 from configs.schema import RewardConfig
 from rollout.engine.reward_limits import App, Receive, Send
 from rollout.engine.reward_server import KEYS_VARIABLE, TokenGate, words
@@ -116,8 +117,17 @@ def test_a_worker_without_the_runs_keys_says_so(tmp_path: Path) -> None:
         load_reward(own, keys=tmp_path / "keys")
 
 
-def test_the_gate_stands_before_vllms_server() -> None:
-    from configs.load import load
-
-    given = ["--model.path=m", "--data.train=d.jsonl", "--reward.function=reward_model", "--reward.model=r"]
+def test_the_gate_stands_before_vllms_server(tmp_path: Path) -> None:
+    given = ["--model.path=m", "--data.train=d.jsonl", "--reward.function=reward_model"]
+    (tmp_path / "config.json").write_text("{}")
+    given += [f"--reward.model={tmp_path}"]
     assert f"--middleware={TokenGate.__module__}.{TokenGate.__name__}" in words(load(given), 0, cpu=True)
+
+
+def test_a_reward_server_computes_what_transformers_does(tmp_path: Path) -> None:
+    given = ["--model.path=m", "--data.train=d.jsonl", "--reward.function=reward_model", f"--reward.model={tmp_path}"]
+    (tmp_path / "config.json").write_text('{"model_type": "cohere2", "sliding_window": 512}')
+    assert '--hf-overrides={"sliding_window": 511}' in words(load(given), 0, cpu=True)
+    (tmp_path / "config.json").write_text('{"model_type": "cohere2", "use_qk_norm": true}')
+    with pytest.raises(ConfigError, match=r"^reward.model: .* \(cohere2\): use_qk_norm in its config.json is true, by"):
+        words(load(given), 0, cpu=True)
