@@ -115,10 +115,9 @@ def _differs(name: str, value: Any, served: bool) -> str:
 
 
 def _kv_heads(text: Mapping[str, Any]) -> Iterator[str]:
-    number, names = text.get("num_attention_heads"), KV_HEADS
-    if text.get("model_type") not in OWN_KEYS:
-        number, names = text.get("num_key_value_heads") or number, KV_HEADS[:2]
-    for name in names:
+    heads, own = text.get("num_attention_heads"), text.get("model_type") in OWN_KEYS
+    number = heads if own else text.get("num_key_value_heads") or heads
+    for name in KV_HEADS if own else KV_HEADS[:2]:
         if text.get(name) not in (None, number):
             yield _differs(name, text[name], served=True)
 

@@ -23,7 +23,7 @@ def follow_model_dtype() -> None:
     def of_models_dtype(layer: XIELU, *args: Any, **given: Any) -> None:
         initialise(layer, *args, **{"dtype": torch.get_default_dtype(), **given})
 
-    XIELU.__init__ = of_models_dtype  # type: ignore[method-assign]
+    XIELU.__init__ = of_models_dtype  # type: ignore[method-assign, assignment]
 
 
 follow_model_dtype()
