@@ -339,7 +339,7 @@ def test_a_model_whose_certificate_fails_is_refused(tmp_path: Path, capsys, monk
     line, path = command(tmp_path, "tcp://127.0.0.1:9"), str(tmp_path / "model")
     check = judged("two ranks = one", 1.0, 1e-4, fault="its Qwen2Attention (layers.0.self_attn) differs")
     made = Certificate(model=path, kind="qwen2", checks=(check,), remedy="take another")
-    monkeypatch.setattr(process, "made", lambda model, share, splits: made)
+    monkeypatch.setattr(process, "made", lambda model, share, splits, served: made)
     problem = refused(line, capsys)
     why = "two ranks = one: its Qwen2Attention (layers.0.self_attn) differs; take another"
     assert f"python -m learner: model.path: {path} (qwen2): {why}\n" in problem
