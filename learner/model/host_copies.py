@@ -1,5 +1,5 @@
-"""Copies between pinned host memory and the GPU that neither side waits for: rows that are computed next, sums of a
-step, and inputs of recomputed blocks (`learner.activation_checkpointing: offload`).
+"""Copies between pinned host memory and the GPU, which the CPU does not wait for: rows that are computed next, sums of
+a step, and inputs of recomputed blocks (`learner.activation_checkpointing: offload`).
 
 A stream copies a block's input while the block computes, and fetches it while the block after it is recomputed.
 """
@@ -17,10 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 INPUTS_HELD = 3
 """A GPU holds the recomputed block's input, the one fetched, and one on its way to the host."""
-
-
 ALIGNED = 512
-"""Bytes at whose multiples torch's allocator begins a tensor."""
+"""torch's allocator begins a tensor at a multiple of so many bytes."""
 
 
 class Mapped(Protocol):
@@ -51,8 +49,8 @@ def sent(holder: Holder, device: torch.device) -> Holder:
 def in_one_copy(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]:
     """Copy tensors of the CPU to `device` through one buffer. The GPU's buffer lives as long as one of them.
 
-    A tensor by itself takes up to 2 ms of the CPU, and from memory that is not pinned it would wait for all that the
-    GPU has queued. NumPy copies on this thread; torch would start threads for a few hundred kilobytes.
+    A copy of each tensor would take up to 2 ms of the CPU. From memory that is not pinned, it would wait for all that
+    the GPU has queued. NumPy copies on this thread; torch would start threads for a few hundred kilobytes.
     """
     ends = [*accumulate(-(-x.nbytes // ALIGNED) * ALIGNED for x in tensors)]
     begins = [0, *ends[:-1]]

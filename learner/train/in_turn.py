@@ -20,6 +20,6 @@ class RowsInTurn(Iterable[Microbatch]):
 
     def __iter__(self) -> Iterator[Microbatch]:
         for index, microbatch in enumerate(self._microbatches):
-            if index == len(self._prepared):  # the GPU computes the row before it meanwhile
+            if index == len(self._prepared):  # meanwhile the GPU computes the row before it
                 self._prepared.append(self._policy.prepare(microbatch))
             yield self._prepared[index].to(self._policy.device)

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 WIDTH, FACTOR, TOKENS = 512, 4, 16
 MICROBATCHES = 2
 NORMS = 0.5, 2.0, math.inf, 4.0
-"""Of the gradients of each step, as if measured: clipped to 1, so that the second is halved, the third skipped."""
+"""The norm that each step is told. The limit is 1: the second step is halved, the third is skipped."""
 SMALL = 1 << 14
 """Numbers in a small portion, 64 KiB: two layers lie in many of them."""
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}

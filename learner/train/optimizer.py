@@ -45,8 +45,8 @@ def step_clipped(adamw: torch.optim.AdamW, norm: Tensor, most: float) -> None:
 
 
 def try_clipping(device: torch.device, optimizer: type[torch.optim.AdamW] = torch.optim.AdamW) -> None:
-    """Raise ConfigError unless this torch's AdamW clips and skips a step as `step_clipped` asks it to: a release that
-    named its attributes otherwise would train unclipped, and say nothing."""
+    """Raise ConfigError unless this torch's AdamW clips and skips a step as `step_clipped` asks it to. A release with
+    other names for the attributes would not clip, and raise no error."""
     weight = torch.nn.Parameter(torch.ones(1, device=device))
     adamw = optimizer([weight], lr=0.5, betas=(0.5, 0.5), fused=True)
     for norm in (math.inf, 4.0):
@@ -85,13 +85,13 @@ class Optimizer:
         return self.finish(self.queue(version))
 
     def queue(self, version: int) -> QueuedUpdate:
-        """Begin an update without waiting for the GPU, which finds out by itself whether to apply it. A collective."""
+        """Queue an update, which the GPU skips if the norm is not finite, and do not wait for it. A collective."""
         began, norm, rate = time.perf_counter(), self._norm(), self.learning_rate(version)
         fetched = Fetched(norm)
         for group in self.adamw.param_groups:
             group["lr"] = rate
         if isinstance(self.adamw, OffloadedAdamW):
-            norm.item()  # the update waits for it, thus for the passes, whose time is not its own
+            norm.item()  # waits for the passes, whose time is not the update's
             began = time.perf_counter()
         step_clipped(self.adamw, norm, self.config.max_grad_norm)
         return QueuedUpdate(fetched, rate, time.perf_counter() - began)
