@@ -39,7 +39,7 @@ def test_an_update_is_that_of_torch(tmp_path: Path, mesh, scale: float) -> None:
 
 
 def test_a_queued_update_keeps_the_gradients_until_it_is_finished(tmp_path: Path, mesh) -> None:
-    """What is not finite is told from a norm that overflows by the gradients themselves."""
+    """They tell whether a part of them is not finite, or their norm alone."""
     policy = policy_of(tiny_model(tmp_path), mesh)
     optimizer = Optimizer(policy, LEARNER, versions=10)
     for parameter in policy.parameters():

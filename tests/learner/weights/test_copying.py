@@ -40,7 +40,7 @@ def test_many_copies_are_few_launches():
 
 
 def test_sources_are_freed_after_a_few():
-    """Those of one storage are as much memory as one of them."""
+    """Sources that share a storage count once."""
     size = copying.HELD_BYTES // 4 + 1
     waiting: list[weakref.ref[torch.UntypedStorage]] = []
 
