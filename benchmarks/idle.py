@@ -147,7 +147,7 @@ def sender_of(config: Config, policy: Policy, mesh: DeviceMesh, folder: Path) ->
 
 
 def run_file(shape: str, folder: Path, groups: int, answer: int) -> Config:
-    """Says nothing of speed."""
+    """A run file without keys for speed."""
     (folder / "config.json").write_text(json.dumps(SHAPES[shape]))
     return Config.model_validate(
         {"model": {"path": str(folder)}, "data": {"train": "none", "max_prompt_tokens": PROMPT},
