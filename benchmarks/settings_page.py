@@ -38,8 +38,9 @@ model, lengths and card ask `python -m configs RUN.yaml --gpu H100` ([what a run
 Sizes are Qwen2.5's. Prompts have at most {prompt} tokens, answers at most {answer} and a quarter of that in the mean,
 {groups} groups of {samples} samples a version, `max_staleness` 4. "2 + 2" are two GPUs that learn and two that serve.
 
-- **Memory** is what rank 0, which holds the copies for the servers, and each other rank take, in GiB. Estimated; the
-  peaks that were measured [below](#measured) are within 5 % of the estimate.
+- **Recomputation** is `learner.activation_checkpointing`; of "6 blocks" it is 6.
+- **Memory** is what rank 0 and each other rank take, with their copies for the servers, in GiB. Estimated; the peaks
+  that were measured [below](#measured) are within 5 % of the estimate.
 - **Tokens/s** are sampled and trained tokens of the run. Estimated with an MFU of .46; .41 to .53 were measured.
 - **Needs**: servers that keep the learner busy. If the row has more, give one of their GPUs to the learner.
 - Where the whole model does not fit, the row has what does: an adapter (`model.lora: {{rank: 32}}`), or servers of
@@ -120,7 +121,8 @@ def row(size: str, learn: int, serve: int, card: Card, folder: str) -> str:
     more = ["adapter of rank 32"] if found.config.model.lora else []
     wide = found.config.rollout.tensor_parallel
     more += [f"servers of {wide} GPUs"] if wide > 1 else []
-    taken = [*more, str(learner.activation_checkpointing), learner.gather, f"{learner.head_chunk_tokens}"]
+    way = learner.activation_checkpointing
+    taken = [*more, f"{way} blocks" if isinstance(way, int) else way, learner.gather, f"{learner.head_chunk_tokens}"]
     memory = f"{settled.first.total / GIB:.0f}" + (f", {settled.others.total / GIB:.0f}" if settled.others else "")
     cells += [", ".join(taken), f"{settled.first.tokens:,}", memory, f"{round_off(speed.tokens_per_s):,}"]
     return f"| {' | '.join([*cells, str(speed.servers)])} |"
@@ -139,12 +141,13 @@ def first_that_fits(learn: int, serve: int, card: Card, folder: str) -> Forecast
 
 
 def run(ranks: int, servers: int, tensor_parallel: int, folder: str, model: dict[str, Any]) -> Config:
-    """The run of a row."""
+    """The run of a row. Several ranks publish rows, as `auto` has it for a folder that holds these weights."""
     return Config.model_validate({
         "model": {"path": folder, **model}, "data": {"train": "none", "max_prompt_tokens": PROMPT},
         "reward": {"function": "none"}, "sampling": {"max_tokens": ANSWER}, "run": {"versions": 1000},
         "batch": {"groups": GROUPS, "samples": SAMPLES}, "learner": {"ranks": ranks},
         "rollout": {"servers": servers, "tensor_parallel": tensor_parallel},
+        "weights": {"publish": "rows" if ranks > 1 and not model else "auto"},
     })  # fmt: skip
 
 

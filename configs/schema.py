@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
 Positive = Annotated[int, Field(ge=1)]
+Blocks = Annotated[int, Field(ge=1, strict=True)]
 Weight = Annotated[float, Field(gt=0, le=1e6)]
 Seconds = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -528,11 +529,11 @@ class LearnerConfig(Section):
     """AdamW's decoupled weight decay."""
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     """Global norm to which the gradient is clipped."""
-    activation_checkpointing: Literal["auto", "none", "selective", "block", "offload"] = "auto"
+    activation_checkpointing: Literal["auto", "none", "selective", "block", "offload"] | Blocks = "auto"
     """Recompute each transformer block in the backward pass (`block`; with `offload` its input waits in pinned host
-    memory), all of it but matmuls and attention (`selective`), or keep all activations (`none`). `auto` takes the
-    fastest that fits microbatches of 8,192 tokens, or of `tokens_per_microbatch`, but never `offload`; on CPU `block`.
-    """
+    memory), the first so many blocks (a number), in each block all but matmuls and attention (`selective`), or keep
+    all activations (`none`). `auto` takes the fastest that fits microbatches of 8,192 tokens, or of
+    `tokens_per_microbatch`, but never `offload`; on CPU `block`."""
     compile: bool | Literal["auto"] = "auto"
     """Compile each transformer block with torch.compile, which takes a minute at the start; steps are then faster and
     need as little memory as with `selective`. `auto` compiles on GPUs if the run has 20 versions or more, or with

@@ -18,7 +18,7 @@ from configs.schema import Config
 from learner.mesh import on_every_rank, ranks_of_node, shards
 from learner.model import attention, float8, loading, speed, state
 from learner.model.experts.mixture import check_experts
-from learner.model.memory import Estimate, choose_gather, gpu_memory, least_microbatch, memory_budget
+from learner.model.memory import Estimate, choose_gather, gpu_memory, least_microbatch, memory_budget, sizes_of
 from learner.model.settled import keeps_reference
 from learner.train import collectives
 
@@ -74,15 +74,15 @@ def decide_speed(config: Config, memory: int | None, mesh: DeviceMesh, patches: 
     tokens, reference = least_microbatch(config, patches), keeps_reference(config)
     sends = copies_over(config, shards(mesh), mesh.get_rank())
     automatic = written.model_copy(update={"compile": "auto", "activation_checkpointing": "auto"})
-    decided = []
+    blocks, decided = len(sizes_of(config.model).of_blocks), []
     for learner in (written, automatic):
-        ways = speed.fastest_first(learner, on_gpu, versions)
+        ways = speed.fastest_first(learner, on_gpu, versions, blocks)
         sizes = shards(mesh), memory, tokens, reference, sends, keeps_critic(config)
         decided.append((ways, on_every_rank(partial(speed.choose, config.model, ways, *sizes))))
     agreed = collectives.all_reduce_max(*(index for _, index in decided))
     chosen, best = (ways[int(index)] for (ways, _), index in zip(decided, agreed, strict=True))
-    speed.report(written, chosen, on_gpu, versions, tokens)
-    speed.report_slower(written, chosen, best)
+    speed.report(written, chosen, on_gpu, versions, tokens, blocks)
+    speed.report_slower(written, chosen, best, blocks)
     return config.model_copy(update={"learner": chosen})
 
 

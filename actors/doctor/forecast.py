@@ -208,7 +208,7 @@ def train_seconds(config: Config, peak: float, settled: Settled) -> float:
     flops *= 1 + forward_passes / 3
     if keeps_critic(config):  # a judging pass, then its steps; a value head costs nothing
         flops += costs.total(tokens, 0, squares) * (1 / 3 + config.algorithm.critic.updates)
-    each = flops * speed.step_time(settled.learner)
+    each = flops * speed.step_time(settled.learner, len(sizes_of(config.model).of_blocks))
     return each / (settled.learner.ranks * peak * MFU)
 
 

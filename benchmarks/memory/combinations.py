@@ -93,7 +93,7 @@ SHAPES = [
 """Run files without keys for speed."""
 
 
-def forced(model: str, way: str, compiled: bool = False, ranks: int = 1, lora: bool = False) -> Combination:
+def forced(model: str, way: str | int, compiled: bool = False, ranks: int = 1, lora: bool = False) -> Combination:
     """A combination in which `auto` decides the microbatch, and not what is kept."""
     learner = {"activation_checkpointing": way, "compile": compiled}
     return Combination(model, 2048, (ADAPTER if lora else {}) | {"learner": learner}, ranks)
@@ -124,6 +124,8 @@ COMBINATIONS = [
     forced("3B", "block", ranks=2),
     forced("4B", "block", compiled=True, ranks=2),
     forced("1.5B", "none", ranks=2),
+    forced("1.5B", 14, compiled=True),
+    forced("7B", 14, compiled=True, lora=True),
 ]
 """Shapes of many families with what is kept given, in an order in which every share of the list has some of each."""
 

@@ -516,10 +516,14 @@ def _decode(empty: PreTrainedModel, context_parallel: int, number: int) -> Tenso
 
 def _row_of(model: ModelConfig, learner: LearnerConfig) -> ModelTrace:
     """Per token of a rank's slice."""
-    way = learner.activation_checkpointing
+    way, given = learner.activation_checkpointing, (*_key(model), learner.context_parallel)
+    compiled = learner.compile is True
+    if isinstance(way, int):
+        kept, computed = (_traced_row(*given, each, compiled) for each in ("none", "block"))
+        return ModelTrace(computed.blocks[:way] + kept.blocks[way:], max(kept.ends, computed.ends))
     way = "block" if way in ("auto", "offload") else way
-    way = "none" if way == "selective" and learner.compile is True else way
-    return _traced_row(*_key(model), learner.context_parallel, way, learner.compile is True)
+    way = "none" if way == "selective" and compiled else way
+    return _traced_row(*given, way, compiled)
 
 
 def _key(model: ModelConfig) -> tuple[str, str]:
@@ -599,7 +603,8 @@ def _saved_by_tower(size: ModelSizes, learner: LearnerConfig) -> tuple[dict[str,
     """The inputs of a tower's blocks stay on the GPU, and the pixels of the microbatch that is computed."""
     if size.tower is None:
         return {}, 0
-    way: str = learner.activation_checkpointing
+    given = learner.activation_checkpointing
+    way: str = "none" if isinstance(given, int) else given
     way = "compiled" if learner.compile is True and way in ("none", "selective") else way
     kept, working = _saved(size.tower, way) if size.tower_is_trained else (0, 0)
     images = {"tower": PATCHES_PER_TOKEN * (kept + size.ends_of_tower)}

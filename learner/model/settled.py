@@ -10,7 +10,7 @@ from configs.critic import keeps_critic
 from configs.publishing import copies_over
 from configs.schema import Config, LearnerConfig
 from learner.algorithms.losses import needs_reference
-from learner.model.memory import SHARE, Estimate, budget_in, choose_gather, least_microbatch
+from learner.model.memory import SHARE, Estimate, budget_in, choose_gather, least_microbatch, sizes_of
 from learner.model.speed import choose, fastest_first
 
 
@@ -52,7 +52,7 @@ def settle(config: Config, memory: int, patches: int = 0) -> Settled:
 
 def settle_speed(config: Config, memory: int, patches: int) -> Config:
     """As the learner's `decide_speed`: all ranks take what fits the fullest."""
-    ways = fastest_first(config.learner, True, config.run.versions)
+    ways = fastest_first(config.learner, True, config.run.versions, len(sizes_of(config.model).of_blocks))
     sizes = shards_of(config.learner), memory, least_microbatch(config, patches), keeps_reference(config)
     taken = max(choose(config.model, ways, *sizes, sends, keeps_critic(config)) for sends in roles(config))
     return config.model_copy(update={"learner": ways[taken]})

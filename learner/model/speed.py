@@ -14,26 +14,31 @@ ENOUGH_TOKENS = 8192
 """So many tokens fill a GPU and hide the gathering of weights."""
 HEAD_CHUNK_ON_GPU = 4096
 STEP_TIME = {"none": 1.0, "selective": 1.1, "block": 4 / 3, "offload": 4 / 3}
-"""`block` computes each forward pass twice; long rows hide copies to the host."""
+"""`block` computes each forward pass twice, a number those of its blocks; long rows hide copies to the host."""
+MOST_BLOCKS = 0.8
+"""Of the blocks. To recompute more of them is 5 % faster than `block` at most, with much smaller microbatches."""
 EAGER_TIME = 1.3
 """A compiled step has 49 % MFU, another 37 % (benchmarks/LOG.md)."""
 NOTABLE = 1.2
 REASONS = {
     "none": "recomputes nothing; {tokens:,} tokens per microbatch fit",
     "selective": "recomputes norms and activation functions; with none {tokens:,} tokens per microbatch do not fit",
-    "block": "recomputes each block, a third more time; with none {tokens:,} tokens per microbatch do not fit",
+    "block": "recomputes each block, a third more time; otherwise {tokens:,} tokens per microbatch do not fit",
 }
+SOME = "recomputes {way} of {blocks} blocks, {price:.0%} more time; with fewer of them {tokens:,} tokens do not fit"
 
 
-def fastest_first(learner: LearnerConfig, on_gpu: bool, versions: int) -> list[LearnerConfig]:
-    """Settings, each with no more memory than the one before. Never empty."""
+def fastest_first(learner: LearnerConfig, on_gpu: bool, versions: int, blocks: int) -> list[LearnerConfig]:
+    """Settings, each with more time and no more memory than the one before: ranks agree on the last that one needs.
+    `blocks`: of the model. Never empty."""
     worth = versions >= VERSIONS_WORTH_COMPILING or learner.matmul == "fp8"
     compiled = on_gpu and learner.cpu_offload is not True and worth
     if learner.compile != "auto":
         compiled = learner.compile
-    ways: Sequence[str] = (
-        ("block",) if not on_gpu else ("none", "block") if compiled else ("none", "selective", "block")
-    )
+    ways: Sequence[str | int] = ("block",)
+    if on_gpu:
+        some = range(1, int(MOST_BLOCKS * blocks) + 1)
+        ways = ("none", *(some if compiled else ("selective",)), "block")
     if learner.activation_checkpointing != "auto":
         ways = (learner.activation_checkpointing,)
     chunk = HEAD_CHUNK_ON_GPU if on_gpu else CHUNK_ON_CPU
@@ -71,13 +76,18 @@ def wanted_tokens(learner: LearnerConfig, tokens: int) -> int:
     return max(tokens, enough) if learner.tokens_per_microbatch == "auto" else tokens
 
 
-def report(written: LearnerConfig, chosen: LearnerConfig, on_gpu: bool, versions: int, tokens: int) -> None:
+def report(
+    written: LearnerConfig, chosen: LearnerConfig, on_gpu: bool, versions: int, tokens: int, blocks: int
+) -> None:
     if written.compile == "auto":
         why = _why_compiled(written, chosen, on_gpu, versions)
         log.info("learner.compile: auto takes %s: %s", str(chosen.compile).lower(), why)
     if written.activation_checkpointing == "auto":
         taken = chosen.activation_checkpointing
-        why = REASONS[taken].format(tokens=wanted_tokens(written, tokens)) if on_gpu else "the least memory, on CPU"
+        price = recomputing_time(taken, blocks) - 1
+        known = {"tokens": wanted_tokens(written, tokens), "way": taken, "blocks": blocks, "price": price}
+        text = SOME if isinstance(taken, int) else REASONS[taken]
+        why = text.format(**known) if on_gpu else "the least memory, on CPU"
         log.info("learner.activation_checkpointing: auto takes %s: %s", taken, why)
     if written.head_chunk_tokens == "auto":
         small = on_gpu and chosen.head_chunk_tokens == CHUNK_ON_CPU
@@ -97,9 +107,9 @@ def _why_compiled(written: LearnerConfig, chosen: LearnerConfig, on_gpu: bool, v
     return f"{versions} versions are too few for its minute at the start"
 
 
-def report_slower(written: LearnerConfig, chosen: LearnerConfig, automatic: LearnerConfig) -> None:
+def report_slower(written: LearnerConfig, chosen: LearnerConfig, automatic: LearnerConfig, blocks: int) -> None:
     """Warn of keys that make a step `NOTABLE` times slower."""
-    gain = step_time(chosen) / step_time(automatic)
+    gain = step_time(chosen, blocks) / step_time(automatic, blocks)
     keys = [
         f"learner.{key}: {str(getattr(written, key)).lower()} (auto: {str(getattr(automatic, key)).lower()})"
         for key in ("compile", "activation_checkpointing")
@@ -109,6 +119,13 @@ def report_slower(written: LearnerConfig, chosen: LearnerConfig, automatic: Lear
         log.warning("%s is kept; auto would be about %.1f times faster", " and ".join(keys), gain)
 
 
-def step_time(learner: LearnerConfig) -> float:
-    """Relative to a compiled step that recomputes nothing."""
-    return STEP_TIME[learner.activation_checkpointing] * (1.0 if learner.compile else EAGER_TIME)
+def step_time(learner: LearnerConfig, blocks: int) -> float:
+    """Relative to a compiled step that recomputes nothing. `blocks`: of the model."""
+    return recomputing_time(learner.activation_checkpointing, blocks) * (1.0 if learner.compile else EAGER_TIME)
+
+
+def recomputing_time(way: str | int, blocks: int) -> float:
+    """Time of a step with this `learner.activation_checkpointing`, relative to one that recomputes nothing."""
+    if isinstance(way, str):
+        return STEP_TIME[way]
+    return 1 + (STEP_TIME["block"] - 1) * min(way, blocks) / blocks

@@ -299,6 +299,7 @@ def gradients(model, mesh: DeviceMesh, **changes) -> dict[str, torch.Tensor]:
         {"activation_checkpointing": "selective"},
         {"activation_checkpointing": "none", "compile": True},
         {"activation_checkpointing": "block", "compile": True},
+        {"activation_checkpointing": 1, "compile": True},
         {"cpu_offload": True},
         {"gather": "batch"},
         {"gather": "batch", "activation_checkpointing": "none", "compile": True},

@@ -15,8 +15,9 @@ from torch._functorch.aot_autograd import aot_module_simplified
 
 from learner.model import compiling
 from learner.model.compiling import ROTATED, WIDTH, example, fits, rotate_tokens_first, tokens_first
+from learner.model.loading import blocks
 from learner.train.batch import Batch
-from tests.harness.world import LEARNER, algorithm_of, cut, make_groups, policy_of, tiny_model
+from tests.harness.world import LEARNER, algorithm_of, cut, gradients, make_groups, policy_of, tiny_model
 
 FAMILIES = {"qwen2": 1, "llama": 1, "glm4": 1, "gpt_oss": 1, "deepseek_v3": 2, "qwen2_5_vl": 1, "gemma4": 1, "gptj": 0}
 """By family: how many of its functions can rotate with tokens first."""
@@ -96,6 +97,22 @@ def test_a_function_that_depends_on_the_order_is_left_alone(monkeypatch):
     assert replaced.__wrapped__
     rotate_tokens_first(layer)
     assert module.apply_rotary_pos_emb is replaced
+
+
+def test_some_compiled_blocks_recompute(tmp_path: Path, mesh, monkeypatch) -> None:
+    """Both kinds of block run the same compiled code; gradients are those of blocks that keep everything."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    model, found = tiny_model(tmp_path), []
+    for way in ("none", 1):
+        policy = policy_of(model, mesh, LEARNER.model_copy(update={"compile": True, "activation_checkpointing": way}))
+        entries = make_groups()
+        batch = Batch.from_part(cut(entries, 3, [len(entries)], 0), 10**6, share_prompts=True)
+        algorithm_of(policy, 200).backward(policy, batch)
+        found.append(gradients(policy))
+        assert [getattr(block, "gradient_checkpointing", None) for block in blocks(policy.model)] == [way == 1, False]
+    assert found[0].keys() == found[1].keys()
+    for name, gradient in found[0].items():
+        torch.testing.assert_close(found[1][name], gradient, rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.long

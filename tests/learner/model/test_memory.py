@@ -61,14 +61,14 @@ def test_fit_is_the_largest_that_fits(room: int) -> None:
     assert TWO.total(tokens) <= room * GIB < TWO.total(tokens + 256)
 
 
-def kept_of(model: ModelConfig, mesh, saving: str) -> float:
+def kept_of(model: ModelConfig, mesh, saving: str | int) -> float:
     """Bytes a token that the forward pass of a real policy keeps: by the difference of two lengths, so that the weights
     that it gathers do not count."""
     small, large = (kept_by_autograd(model, mesh, saving, tokens) for tokens in (512, 1024))
     return (large - small) / 512
 
 
-def kept_by_autograd(model: ModelConfig, mesh, saving: str, tokens: int) -> int:
+def kept_by_autograd(model: ModelConfig, mesh, saving: str | int, tokens: int) -> int:
     """Bytes that it keeps, without weights."""
     policy = policy_of(model, mesh, LEARNER.model_copy(update={"activation_checkpointing": saving}))
     seen: dict[int, torch.Tensor] = {}
@@ -88,8 +88,8 @@ def kept_by_autograd(model: ModelConfig, mesh, saving: str, tokens: int) -> int:
     return sum(size for size in sizes if size >= tokens)  # what grows with tokens; the rest are gathered weights
 
 
-@pytest.mark.parametrize("saving", ["none", "block"])
-def test_activations_are_what_autograd_keeps(tmp_path: Path, mesh, saving: str) -> None:
+@pytest.mark.parametrize("saving", ["none", "block", 1])
+def test_activations_are_what_autograd_keeps(tmp_path: Path, mesh, saving: str | int) -> None:
     model = tiny_model(tmp_path)
     learner = LEARNER.model_copy(update={"activation_checkpointing": saving})
     ours = estimate(model, learner, 1).candidates[0].per_token["activations"] - 3 * sizes_of(model).width
@@ -108,7 +108,7 @@ def pictured_row(model: ModelConfig, patches: int) -> Microbatch:
     return shown_row([([9, *[form.image_token] * (number * tokens)], shown)])
 
 
-def kept_by_tower(model: ModelConfig, mesh, saving: str, patches: int) -> int:
+def kept_by_tower(model: ModelConfig, mesh, saving: str | int, patches: int) -> int:
     """Bytes that the tower's forward pass keeps for so many patches."""
     policy = policy_of(model, mesh, LEARNER.model_copy(update={"activation_checkpointing": saving}))
     row, seen = policy.place(pictured_row(model, patches)), {}
@@ -126,9 +126,11 @@ def kept_by_tower(model: ModelConfig, mesh, saving: str, patches: int) -> int:
 
 @pytest.mark.parametrize(
     ("kind", "saving", "parts"),
-    covered(KINDS, ["none", "block"], [[], ["vision"], ["vision", "projector"]], strength=1),
+    covered(KINDS, ["none", "block", 1], [[], ["vision"], ["vision", "projector"]], strength=1),
 )
-def test_the_tower_keeps_what_autograd_keeps(tmp_path: Path, mesh, kind: str, saving: str, parts: list[str]) -> None:
+def test_the_tower_keeps_what_autograd_keeps(
+    tmp_path: Path, mesh, kind: str, saving: str | int, parts: list[str]
+) -> None:
     model = seeing_model(tmp_path, kind).model_copy(update={"freeze": parts})
     learner = LEARNER.model_copy(update={"activation_checkpointing": saving})
     ours = estimate(model, learner, 1).candidates[0].per_token["tower"] / PATCHES_PER_TOKEN
@@ -160,10 +162,11 @@ def test_frozen_parts_need_neither_gradients_nor_moments(tmp_path: Path) -> None
 def test_options_that_save_memory_lower_the_estimate(tmp_path: Path) -> None:
     model = tiny_model(tmp_path, dtype=torch.bfloat16)
     kept, offloaded = {}, LEARNER.model_copy(update={"cpu_offload": True})
-    for name in ("none", "selective", "block"):
+    for name in ("none", "selective", "block", 1, 2, 3):
         learner = LEARNER.model_copy(update={"activation_checkpointing": name})
         kept[name] = estimate(model, learner, 1).candidates[0].per_token["activations"]
     assert kept["none"] > kept["selective"] > kept["block"]
+    assert kept["none"] > kept[1] > kept[2] == kept[3] == kept["block"]
     assert estimate(model, offloaded, 1).total(256) < estimate(model, LEARNER, 1).total(256)
 
 

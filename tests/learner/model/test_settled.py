@@ -11,6 +11,9 @@ from learner.model.speed import fastest_first
 from learner.starting import decide_speed
 from tests.learner.model.test_memory import wide_model
 
+BLOCKS = 12
+"""Of `wide_model`."""
+
 
 def config_of(folder: Path, **learner: object) -> Config:
     model = wide_model(folder)
@@ -25,7 +28,7 @@ def config_of(folder: Path, **learner: object) -> Config:
 
 def test_it_is_what_the_learner_decides(tmp_path: Path, mesh) -> None:
     config = config_of(tmp_path)
-    ways = fastest_first(config.learner, True, 1000)
+    ways = fastest_first(config.learner, True, 1000, BLOCKS)
     sizes = [int(estimate(config.model, way, 1, sends=True).total(8192) / SHARE) for way in ways]
     taken = set()
     for memory in [*(size + GIB // 64 for size in sizes), *(size - GIB // 64 for size in sizes)]:
@@ -39,11 +42,11 @@ def test_all_ranks_take_what_fits_rank_0(tmp_path: Path) -> None:
     config = config_of(tmp_path, ranks=4)
     rows = config.model_copy(update={"weights": WeightsConfig(publish="rows")})
     assert roles(rows) == [4, 4], "each has its share of the copies for the servers"
-    fast = fastest_first(config.learner, True, 1000)[0]
+    fast = fastest_first(config.learner, True, 1000, BLOCKS)[0]
     memory = int(estimate(config.model, fast, 4, sends=True).total(8192) / SHARE) - GIB // 64
     assert estimate(config.model, fast, 4).fit(int(SHARE * memory)) > 8192  # the others have room
     settled = settle(config, memory)
-    assert settled.learner.activation_checkpointing == "block"
+    assert settled.learner.activation_checkpointing == 1, "of its blocks"
     assert settled.others and settled.others.tokens > settled.first.tokens
     assert settled.first.total > settled.others.estimate.total(settled.first.tokens)
 

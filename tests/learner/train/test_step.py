@@ -196,8 +196,8 @@ def test_ranks_change_nothing_of_what_is_counted_over_the_batch(tmp_path: Path, 
     assert all((one - other).norm() > 1e-3 * one.norm() for one, other in combinations(wanted, 2))
 
 
-@pytest.mark.parametrize("saving", ["selective", "block"])
-def test_activation_checkpointing_changes_nothing(tmp_path: Path, mesh, saving: str) -> None:
+@pytest.mark.parametrize("saving", ["selective", "block", 1, 2])
+def test_activation_checkpointing_changes_nothing(tmp_path: Path, mesh, saving: str | int) -> None:
     model = tiny_model(tmp_path)
     one, _ = gradient(policy_of(model, mesh, KEEP, temperature=0.7), 64)
     learner = LEARNER.model_copy(update={"activation_checkpointing": saving})
@@ -206,7 +206,8 @@ def test_activation_checkpointing_changes_nothing(tmp_path: Path, mesh, saving: 
 
 
 def test_selective_repeats_no_matmul(tmp_path: Path, mesh) -> None:
-    """In the backward pass of blocks, `block` repeats the forward pass's matmuls, `selective` none."""
+    """In the backward pass of blocks, `block` repeats the forward pass's matmuls, `selective` none, a number those of
+    its blocks."""
     model, counts = tiny_model(tmp_path), {}
 
     class Count(torch.utils._python_dispatch.TorchDispatchMode):
@@ -216,13 +217,14 @@ def test_selective_repeats_no_matmul(tmp_path: Path, mesh) -> None:
             self.number += func in MATMULS
             return func(*args, **(kwargs or {}))
 
-    for saving in ("none", "selective", "block"):
+    for saving in ("none", "selective", "block", 1, 2, 3):
         policy = policy_of(model, mesh, LEARNER.model_copy(update={"activation_checkpointing": saving}))
         scores = policy(one_document([1, 2, 3, 4]))[0]
         with Count() as count:
             scores.sum().backward()
         counts[saving] = count.number
-    assert counts["selective"] == counts["none"] < counts["block"]
+    assert counts["selective"] == counts["none"] < counts["block"] == counts[2] == counts[3]
+    assert counts[1] - counts["none"] == counts["block"] - counts[1]
 
 
 def test_temperature(tmp_path: Path, mesh) -> None:
