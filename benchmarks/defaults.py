@@ -28,7 +28,8 @@ ROOT = Path(__file__).parents[1]
 
 
 class SpeedCase(NamedTuple):
-    """A shape, ranks of its learner, tokens of an answer, groups and samples of a version, and keys of `model`."""
+    """A shape, ranks of its learner, tokens of an answer, groups and samples of a version, keys of `model`, and tokens
+    of a tuned microbatch: as many as fit an H200."""
 
     shape: str
     learners: int = 1
@@ -36,13 +37,14 @@ class SpeedCase(NamedTuple):
     groups: int = 16
     samples: int = 16
     model: dict[str, Any] = {}  # noqa: RUF012
+    microbatch: int = 16384
 
 
 CASES = {
     "1.5B": SpeedCase("Qwen2.5-1.5B"),
-    "7B": SpeedCase("Qwen2.5-7B", learners=2),
+    "7B": SpeedCase("Qwen2.5-7B", learners=2, microbatch=10240),
     "7B-adapter": SpeedCase("Qwen2.5-7B", model={"lora": {"rank": 32}}),
-    "VL-3B": SpeedCase("Qwen2.5-VL-3B", length=256, groups=32, samples=8),
+    "VL-3B": SpeedCase("Qwen2.5-VL-3B", length=256, groups=32, samples=8, microbatch=8192),
 }
 BEFORE = {
     "compile": False,
@@ -64,6 +66,8 @@ def whole_run(args: argparse.Namespace, keys: str) -> dict[str, float]:
     if not (work / "models").exists():
         (work / "models").symlink_to(args.work.resolve() / "models")
     learner = {"ranks": case.learners, **KEYS[keys]}
+    if keys == "tuned":
+        learner["tokens_per_microbatch"] = case.microbatch
     run = trained_run(work, f"{name}-{int(time.time())}", case.shape, 0.0, case.length, 512, case.groups, case.samples,
                       {}, learner, case.model, {"probe_tolerance": 0.5}, fast=False)  # fmt: skip
     learners = ",".join(str(FIRST_GPU + 1 + rank) for rank in range(case.learners))

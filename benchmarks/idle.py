@@ -152,7 +152,8 @@ def run_file(shape: str, folder: Path, groups: int, answer: int) -> Config:
     return Config.model_validate(
         {"model": {"path": str(folder)}, "data": {"train": "none", "max_prompt_tokens": PROMPT},
          "reward": {"function": "none"}, "sampling": {"max_tokens": answer}, "run": {"versions": 1000},
-         "batch": {"groups": groups, "samples": SAMPLES}, "learner": {"ranks": dist.get_world_size()}}
+         "batch": {"groups": groups, "samples": SAMPLES}, "learner": {"ranks": dist.get_world_size()},
+         "weights": {"publish": "rows" if dist.get_world_size() > 1 else "auto"}}  # as `auto` if it sees weights' files
     )  # fmt: skip
 
 
