@@ -550,18 +550,44 @@ def _traced_row(written: str, config_json: str, context_parallel: int, way: str,
 
 
 def _rough_row(model: ModelConfig, context_parallel: int, way: str) -> ModelTrace:
-    """`_traced_row` by a forward pass alone, as if blocks were equal."""
+    """`_traced_row` by forward passes alone, as if blocks took equal memory in their backward passes."""
     empty = _trained_on_meta(model)
     width, every = _cast(empty, model).itemsize * empty.config.get_text_config().hidden_size, blocks(empty)
-    kept = _trace(empty, partial(_decode, empty, context_parallel, META_TOKENS))
+    decode = partial(_decode, empty, context_parallel, META_TOKENS)
+    kept, own = _trace(empty, decode), _kept_by_blocks(empty, decode)
     held, working = _saved(Traced(*kept[:3], len(every), width, kept[3]), way)
-    own = held // len(every)
 
-    def of(block: nn.Module) -> BlockTrace:
+    def of(block: nn.Module, share: float) -> BlockTrace:
         gradients = sum(p.nbytes for p in block.parameters() if p.requires_grad)
-        return BlockTrace(own, (Line(gradients, own + working),))
+        return BlockTrace(round(share * held), (Line(gradients, round(share * held) + working),))
 
-    return ModelTrace(tuple(map(of, every)), 0)
+    own = [1] * len(every) if way == "block" else own  # inputs are of one size
+    shares = [each / max(sum(own), 1) for each in own]
+    return ModelTrace(tuple(map(of, every, shares)), 0)
+
+
+def _kept_by_blocks(empty: PreTrainedModel, forward: Callable[[], Any]) -> list[int]:
+    """Bytes that autograd keeps for each block."""
+    kept: Storages = {}
+    _add(kept, *empty.parameters(), *empty.buffers())
+    sizes = list[int]()
+
+    def keep(tensor: Tensor) -> Tensor:
+        _add(kept, tensor)
+        return tensor
+
+    def count(*_: Any) -> None:
+        sizes.append(sum(tensor.untyped_storage().nbytes() for tensor in kept.values()))
+
+    every = blocks(empty)
+    hooks = [
+        hook for block in every for hook in (block.register_forward_pre_hook(count), block.register_forward_hook(count))
+    ]
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        forward()
+    for hook in hooks:
+        hook.remove()
+    return [after - before for before, after in zip(sizes[::2], sizes[1::2], strict=True)]
 
 
 def _trained_on_meta(model: ModelConfig) -> PreTrainedModel:

@@ -40,6 +40,7 @@ from tests.harness.pictured import form_of, seeing_model
 from tests.harness.tiny_vlm import KINDS
 from tests.harness.world import LEARNER, policy_of, tiny_model
 from tests.learner.model.test_attention import packed
+from tests.learner.model.test_families import config_of
 
 ONCE = LEARNER.model_copy(update={"gather": "batch"})
 TWO = Estimate([
@@ -251,6 +252,16 @@ def test_a_backward_pass_that_cannot_be_traced_is_estimated_roughly(
     assert 0.7 < totals[1] / totals[0] < 1.5
     [record] = [each for each in caplog.records if "cannot be traced" in each.message]
     assert "untraceable has a backward pass that cannot be traced (RuntimeError: " in record.message
+
+
+def test_a_rough_estimate_tells_blocks_apart(tmp_path: Path) -> None:
+    """With a number some of them recompute, and others keep what may be much more than their mean."""
+    config_of("nemotron_h").save_pretrained(tmp_path)
+    model = ModelConfig(path=str(tmp_path), dtype="bfloat16")
+    rough = [block.kept for block in memory._rough_row(model, 1, "none").blocks]
+    traced = [block.kept for block in memory._traced_row(*memory._key(model), 1, "none", False).blocks]
+    assert rough[0] > 2 * rough[1]
+    assert rough == pytest.approx(traced, rel=0.25)
 
 
 def test_auto_gathers_once_where_it_costs_a_tenth_at_most(tmp_path: Path, caplog) -> None:
