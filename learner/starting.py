@@ -74,7 +74,7 @@ def decide_speed(config: Config, memory: int | None, mesh: DeviceMesh, patches: 
     tokens, reference = least_microbatch(config, patches), keeps_reference(config)
     sends = copies_over(config, shards(mesh), mesh.get_rank())
     automatic = written.model_copy(update={"compile": "auto", "activation_checkpointing": "auto"})
-    blocks, decided = len(sizes_of(config.model).of_blocks), []
+    blocks, decided = len(on_every_rank(partial(sizes_of, config.model)).of_blocks), []
     for learner in (written, automatic):
         ways = speed.fastest_first(learner, on_gpu, versions, blocks)
         sizes = shards(mesh), memory, tokens, reference, sends, keeps_critic(config)

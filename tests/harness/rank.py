@@ -339,6 +339,16 @@ def speeds(folder: Path, cases: list[tuple[dict[str, Any], list[int]]]) -> None:
         torch.save(found, folder / "speeds.pt")
 
 
+def unread(folder: Path, models: list[str]) -> None:
+    """Each rank reads a model of its own of `models`; why it decides nothing for speed goes to `unread-RANK.txt`."""
+    rank, mesh = dist.get_rank(), make_mesh("cpu", 2)
+    given = {"data": {"train": "x"}, "reward": {"function": "x"}, "learner": {"ranks": 2}}
+    try:
+        decide_speed(Config(model={"path": str(folder / models[rank])}, **given), None, mesh, 0)
+    except ConfigError as refused:
+        (folder / f"unread-{rank}.txt").write_text(str(refused))
+
+
 def budgets(folder: Path, gather: str, memory: list[list[int]]) -> None:
     """For the `memory` of each rank's GPU: the tokens of each rank's microbatches, or why it refuses; `budgets.pt`."""
     rank, mesh, found = dist.get_rank(), make_mesh("cpu", 2), []
@@ -544,6 +554,7 @@ CASES: dict[str, Callable[..., None]] = {
         decisions,
         speeds,
         budgets,
+        unread,
         unseen,
         train,
         unrouted,

@@ -36,3 +36,10 @@ def test_ranks_of_which_one_does_not_see_the_demonstrations_end_together(tmp_pat
     lines = [(tmp_path / f"unseen-{rank}.txt").read_text() for rank in range(2)]
     assert lines[0] == lines[1]
     assert lines[0].startswith(f"data.train: {tmp_path / 'gone.jsonl'}: no such file")
+
+
+def test_ranks_of_which_one_does_not_see_the_model_end_together(tmp_path: Path) -> None:
+    Qwen2Config(num_hidden_layers=2).save_pretrained(tmp_path / "model")
+    world.together("unread", 2, tmp_path, models=["model", "gone"])
+    lines = [(tmp_path / f"unread-{rank}.txt").read_text() for rank in range(2)]
+    assert lines[0] == lines[1] and lines[0].startswith(f"model.path: {tmp_path / 'gone'}")
