@@ -556,6 +556,8 @@ def _rough_row(model: ModelConfig, context_parallel: int, way: str) -> ModelTrac
     decode = partial(_decode, empty, context_parallel, META_TOKENS)
     kept, own = _trace(empty, decode), _kept_by_blocks(empty, decode)
     held, working = _saved(Traced(*kept[:3], len(every), width, kept[3]), way)
+    ends = max(kept[0] - sum(own), 0)
+    held = len(every) * width if way == "block" else max(held - ends, 0)
 
     def of(block: nn.Module, share: float) -> BlockTrace:
         gradients = sum(p.nbytes for p in block.parameters() if p.requires_grad)
@@ -563,11 +565,11 @@ def _rough_row(model: ModelConfig, context_parallel: int, way: str) -> ModelTrac
 
     own = [1] * len(every) if way == "block" else own  # inputs are of one size
     shares = [each / max(sum(own), 1) for each in own]
-    return ModelTrace(tuple(map(of, every, shares)), 0)
+    return ModelTrace(tuple(map(of, every, shares)), ends)
 
 
 def _kept_by_blocks(empty: PreTrainedModel, forward: Callable[[], Any]) -> list[int]:
-    """Bytes that autograd keeps for each block."""
+    """Bytes a token that autograd keeps for each block."""
     kept: Storages = {}
     _add(kept, *empty.parameters(), *empty.buffers())
     sizes = list[int]()
@@ -587,7 +589,7 @@ def _kept_by_blocks(empty: PreTrainedModel, forward: Callable[[], Any]) -> list[
         forward()
     for hook in hooks:
         hook.remove()
-    return [after - before for before, after in zip(sizes[::2], sizes[1::2], strict=True)]
+    return [(after - before) // META_TOKENS for before, after in zip(sizes[::2], sizes[1::2], strict=True)]
 
 
 def _trained_on_meta(model: ModelConfig) -> PreTrainedModel:

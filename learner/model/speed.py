@@ -29,8 +29,8 @@ SOME = "recomputes {way} of {blocks} blocks, {price:.0%} more time; with fewer o
 
 
 def fastest_first(learner: LearnerConfig, on_gpu: bool, versions: int, blocks: int) -> list[LearnerConfig]:
-    """Settings, each with more time and no more memory than the one before: ranks agree on the last that one needs.
-    `blocks`: of the model. Never empty."""
+    """Settings, each with more time than the one before, and no more memory but for a block's input: ranks agree on
+    the last that one of them needs. `blocks`: of the model. Never empty."""
     worth = versions >= VERSIONS_WORTH_COMPILING or learner.matmul == "fp8"
     compiled = on_gpu and learner.cpu_offload is not True and worth
     if learner.compile != "auto":

@@ -258,10 +258,12 @@ def test_a_rough_estimate_tells_blocks_apart(tmp_path: Path) -> None:
     """With a number some of them recompute, and others keep what may be much more than their mean."""
     config_of("nemotron_h").save_pretrained(tmp_path)
     model = ModelConfig(path=str(tmp_path), dtype="bfloat16")
-    rough = [block.kept for block in memory._rough_row(model, 1, "none").blocks]
-    traced = [block.kept for block in memory._traced_row(*memory._key(model), 1, "none", False).blocks]
-    assert rough[0] > 2 * rough[1]
-    assert rough == pytest.approx(traced, rel=0.25)
+    for way in ("none", "block"):
+        rough, traced = memory._rough_row(model, 1, way), memory._traced_row(*memory._key(model), 1, way, False)
+        kept = [block.kept for block in rough.blocks]
+        assert kept == pytest.approx([block.kept for block in traced.blocks], rel=0.25)
+        assert (kept[0] > 2 * kept[1]) == (way == "none")
+        assert rough.ends == pytest.approx(traced.ends, rel=0.25)
 
 
 def test_auto_gathers_once_where_it_costs_a_tenth_at_most(tmp_path: Path, caplog) -> None:
