@@ -53,6 +53,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "granite": {"attention_multiplier": 0.0078125},
     "granitemoe": {"attention_multiplier": 0.0078125},
     "granitemoeshared": {"attention_multiplier": 0.0078125},
+    "granite_swa": {"attention_multiplier": 0.0078125},
+    "granitemoe_swa": {"attention_multiplier": 0.0078125},
     "hunyuan_v1_dense": {"head_dim": 64},
     "hunyuan_v1_moe": {"head_dim": 64},
     "ministral": {"head_dim": 64},
