@@ -184,7 +184,9 @@ def budget_in(
         more += " or learner.context_parallel" * (shards % (2 * config.learner.context_parallel) == 0 and not patches)
         less = "learner.gather: pass, " if config.learner.gather == "batch" else ""
         apart = "algorithm.advantage: group_mean" if keeps_critic(config) else "learner.cpu_offload"
-        kept = config.learner.activation_checkpointing not in ("block", "offload")
+        way = config.learner.activation_checkpointing
+        few = isinstance(way, int) and way < len(sizes_of(config.model).of_blocks)
+        kept = few or way in ("auto", "none", "selective")
         less += "learner.activation_checkpointing: block or " * kept
         change = f"set {less}{apart}, or raise {more}"
         change += ", or lower data.max_pixels" if patches else ""

@@ -367,8 +367,10 @@ def test_budget_on_cpu(tmp_path: Path) -> None:
     assert budget("auto", 10000) == 10009
 
 
-@pytest.mark.parametrize(("way", "named"), [("none", True), ("selective", True), ("block", False)])
-def test_what_is_set_already_is_no_remedy(tmp_path: Path, way: str, named: bool) -> None:
+@pytest.mark.parametrize(
+    ("way", "named"), [("none", True), ("selective", True), ("block", False), (1, True), (2, False)]
+)
+def test_what_is_set_already_is_no_remedy(tmp_path: Path, way: str | int, named: bool) -> None:
     given = {"model": tiny_model(tmp_path), "data": {"train": "x"}, "reward": {"function": "x"}}
     config = Config(**given, learner={"activation_checkpointing": way, "gather": "pass"})
     with pytest.raises(ConfigError, match=r"tokens_per_microbatch: auto: a sample of ") as refused:
