@@ -31,6 +31,7 @@ from tests.harness.fakes import (
     fake_sampler,
 )
 from tests.harness.lanes import long_but
+from tests.harness.launched import words
 
 ROOT = Path(__file__).parents[2]
 RUN = ROOT / "examples/countdown/quickstart.yaml"
@@ -251,7 +252,7 @@ def test_a_signal_while_it_waits_for_the_buffer_ends_all_its_processes(model: Pa
         assert server.stderr is not None
         waits = next((text for text in server.stderr if "rollout-0 waits for the buffer" in text), None)
         below = psutil.Process(server.pid).children(recursive=True)
-        assert any("wait_for_task" in " ".join(each.cmdline()) for each in below)
+        assert any("wait_for_task" in words(each) for each in below)
         os.killpg(server.pid, signal.SIGINT)
         rest = server.stderr.read()
         assert waits and "SIGINT: draining" in rest and "Traceback" not in rest

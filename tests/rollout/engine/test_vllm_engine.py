@@ -22,6 +22,7 @@ from learner.weights.sender.publish import Sender
 from rollout.errors import EngineDead, EngineError, EpisodeError
 from tests.harness.engines import DENSE_VOCABULARY, dense_config, played
 from tests.harness.keys import client_keys, server_keys
+from tests.harness.launched import words
 from tests.harness.published import TorchPolicy, difference, scores, step, tiny_qwen2
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
@@ -157,7 +158,7 @@ async def death(seen, engine, others):
     waiting = asyncio.create_task(engine.generate(PROMPTS[0], 400, 1.0))
     await asyncio.sleep(0.1)
     for process in psutil.Process().children(recursive=True):
-        command = " ".join(process.cmdline()) if process not in others else ""
+        command = words(process) if process not in others else ""
         if "EngineCore" in command or "spawn_main" in command:
             process.kill()
     started = time.monotonic()
