@@ -14,9 +14,10 @@ ENOUGH_TOKENS = 8192
 """So many tokens fill a GPU and hide the gathering of weights."""
 HEAD_CHUNK_ON_GPU = 4096
 STEP_TIME = {"none": 1.0, "selective": 1.1, "block": 4 / 3, "offload": 4 / 3}
-"""`block` computes each forward pass twice, a number those of its blocks; long rows hide copies to the host."""
+"""`block` computes each forward pass twice; long rows hide copies to the host."""
 MOST_BLOCKS = 0.8
-"""Of the blocks. To recompute more of them is 5 % faster than `block` at most, with much smaller microbatches."""
+"""`auto` recomputes at most this share of the blocks by their number. More would be at most 5 % faster than `block`,
+which leaves room for larger microbatches."""
 EAGER_TIME = 1.3
 """A compiled step has 49 % MFU, another 37 % (benchmarks/LOG.md)."""
 NOTABLE = 1.2

@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 WIDTH, FACTOR, TOKENS = 512, 4, 16
 MICROBATCHES = 2
 NORMS = 0.5, 2.0, math.inf, 4.0
-"""The norm that each step is told. The limit is 1: the second step is halved, the third is skipped."""
+"""Gradient norms given to the four steps. The limit is 1: the second step halves gradients, the third is skipped."""
 SMALL = 1 << 14
 """Numbers in a small portion, 64 KiB: two layers lie in many of them."""
 OPTIONS: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}

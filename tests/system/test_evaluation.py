@@ -20,8 +20,8 @@ def evaluating(run: Run, version: int) -> bool:
 
 def test_each_evaluation_has_one_result_of_one_version_whatever_is_killed(toy: Toy) -> None:
     """SIGKILL to the buffer in the evaluation of version 0, to the server in that of 4, to the learner as it waits for
-    that of the last version. So little staleness, because an evaluation is left out once the next one is due: without
-    the server the learner must not come as far."""
+    that of the last version. An evaluation is left out once the next one is due. `max_staleness` 2 stops the learner
+    before that while the server is away."""
     versions, run = 8, toy.run("evaluated")
     data = toy.folder / "data" / "eval.parquet"
     sets = [f"--data.eval.many.path={data}", "--data.eval.many.samples=80", "--data.eval.many.k=[1, 8]"]

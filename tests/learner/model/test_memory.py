@@ -255,7 +255,7 @@ def test_a_backward_pass_that_cannot_be_traced_is_estimated_roughly(
 
 
 def test_a_rough_estimate_tells_blocks_apart(tmp_path: Path) -> None:
-    """With a number some of them recompute, and others keep what may be much more than their mean."""
+    """If some blocks recompute, the others may keep much more than the mean."""
     config_of("nemotron_h").save_pretrained(tmp_path)
     model = ModelConfig(path=str(tmp_path), dtype="bfloat16")
     for way in ("none", "block"):
