@@ -153,6 +153,8 @@ class Policy(nn.Module):
             if compiled:  # FSDP's hooks around it gather and reduce as before
                 block.forward = torch.compile(block.forward, dynamic=True)  # type: ignore[method-assign]
             block.register_forward_pre_hook(partial(_cast_inputs, self.dtype), with_kwargs=True)
+            if compiled:
+                block.register_forward_pre_hook(compiling.forget_views, with_kwargs=True)
             fully_shard(block, reshard_after_forward=not gathers_once, **options)
             if compiled:
                 compiling.keep_integers(block)
@@ -293,6 +295,7 @@ def hidden_states(
     decoder = model.get_decoder()  # type: ignore[no-untyped-call]
     tokens, positions = microbatch.tokens[microbatch.held], microbatch.positions[..., microbatch.held]
     given: dict[str, Any] = {"input_ids": tokens[None]} if sight is None else sight.inputs(tokens, microbatch.images)
+    positions = positions if sight is None else sight.positions(positions)
     given |= {} if mixture is None else mixture.keywords(microbatch)
     if microbatch.images is not None and microbatch.images.blocks is not None:
         given["image_blocks"] = microbatch.images.blocks

@@ -90,6 +90,12 @@ class Sight:
             given |= {"visual_pos_masks": images.places, "deepstack_visual_embeds": deeper}
         return given
 
+    def positions(self, given: Tensor) -> Tensor:
+        """Those of the decoder's tokens. A row without images has as many as one with them, or blocks would be compiled
+        for both.
+        """
+        return given.expand(4, -1) if given.dim() == 1 and isinstance(self.tower, GridTower) else given
+
     def lay_out(self, images: PackedImages) -> PackedImages:
         """Add on the CPU what the tower would compute on the GPU."""
         return replace(images, layout=self.tower.layout(images.grid))

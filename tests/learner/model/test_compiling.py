@@ -11,12 +11,15 @@ import pytest
 import torch
 import transformers.models
 from functorch.compile import make_boxed_func
+from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import aot_module_simplified
 
-from learner.model import compiling
+from learner.model import attention, compiling
 from learner.model.compiling import ROTATED, WIDTH, example, fits, rotate_tokens_first, tokens_first
+from learner.model.kernels import joined
 from learner.model.loading import blocks
 from learner.train.batch import Batch
+from tests.harness.pictured import form_of, make_pictured, seeing_model
 from tests.harness.world import LEARNER, algorithm_of, cut, gradients, make_groups, policy_of, tiny_model
 
 FAMILIES = {"qwen2": 1, "llama": 1, "glm4": 1, "gpt_oss": 1, "deepseek_v3": 2, "qwen2_5_vl": 1, "gemma4": 1, "gptj": 0}
@@ -113,6 +116,33 @@ def test_some_compiled_blocks_recompute(tmp_path: Path, mesh, monkeypatch) -> No
     assert found[0].keys() == found[1].keys()
     for name, gradient in found[0].items():
         torch.testing.assert_close(found[1][name], gradient, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_rows_with_and_without_images_run_the_same_code(tmp_path: Path, mesh, monkeypatch, kind: str) -> None:
+    """The tower's blocks are compiled once, those of the text twice: for shared prompts and without. No row or block
+    adds to it: with one image, several or none, the first of a stack or a later one."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
+    monkeypatch.setattr(attention, "sdpa", as_on_gpus)
+    torch._dynamo.reset()
+    counters.clear()
+    model = seeing_model(tmp_path, kind)
+    policy = policy_of(model, mesh, LEARNER.model_copy(update={"compile": True, "activation_checkpointing": "none"}))
+    form = form_of(model)
+    rows, step = [], algorithm_of(policy, 60, form=form)
+    for version, budget in ((3, 60), (4, 200)):
+        part = make_pictured(form, version).part(version, [15], 0)
+        batch = Batch.from_part(part, budget, policy.costs.quadratic, True, form, policy.costs.patch_cost)
+        step.backward(policy, batch)
+        rows += batch.microbatches
+    seen = {(row.images is not None and len(row.images.grid), row.shared is not None) for row in rows}
+    assert {images for images, _ in seen} >= {False, 1, 2} and {shared for _, shared in seen} == {False, True}
+    assert counters["stats"]["unique_graphs"] == 3 and not counters["graph_break"]
+
+
+def as_on_gpus(q, k, v, starts, longest, causal, scale, window):
+    """One operator, where a CPU has torch's attention, which breaks the graph."""
+    return joined.attention(q, k, v, starts, longest, None, (causal, scale, window, "plain"), None, None)
 
 
 @pytest.mark.long
