@@ -67,6 +67,9 @@ MEASURED = (
         "a whole run of 1.5B, 1 + 1, answers of 512: sampled tokens/s", "H200", "defaults", "sampled tokens/s", ""
     ),
     MeasuredFigure(
+        "a whole run of 7B, 2 + 1, answers of 512: sampled tokens/s", "H200", "defaults-7B", "sampled tokens/s", ""
+    ),
+    MeasuredFigure(
         "learner, 1.5B, 1 rank: tokens/s, prompts counted", "H200", "learner-gather", "ours-1.5b: tokens/s", ""
     ),
     MeasuredFigure("the same: peak memory", "H200", "learner-gather", "ours-1.5b: peak memory", "GiB"),
@@ -121,8 +124,9 @@ def row(size: str, learn: int, serve: int, card: Card, folder: str) -> str:
     more = ["adapter of rank 32"] if found.config.model.lora else []
     wide = found.config.rollout.tensor_parallel
     more += [f"servers of {wide} GPUs"] if wide > 1 else []
-    way = learner.activation_checkpointing
-    taken = [*more, f"{way} blocks" if isinstance(way, int) else way, learner.gather, f"{learner.head_chunk_tokens}"]
+    way, gather = learner.activation_checkpointing, learner.gather
+    taken = [*more, f"{way} blocks" if isinstance(way, int) else way]
+    taken += [f"gather {gather}" if isinstance(gather, int) else gather, f"{learner.head_chunk_tokens}"]
     memory = f"{settled.first.total / GIB:.0f}" + (f", {settled.others.total / GIB:.0f}" if settled.others else "")
     cells += [", ".join(taken), f"{settled.first.tokens:,}", memory, f"{round_off(speed.tokens_per_s):,}"]
     return f"| {' | '.join([*cells, str(speed.servers)])} |"

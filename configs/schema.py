@@ -7,6 +7,7 @@ from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, ValidationInfo, 
 
 Positive = Annotated[int, Field(ge=1)]
 Blocks = Annotated[int, Field(ge=1, strict=True)]
+Held = Annotated[int, Field(ge=0, strict=True)]
 Weight = Annotated[float, Field(gt=0, le=1e6)]
 Seconds = Annotated[float, Field(gt=0)]
 Share = Annotated[float, Field(ge=0, lt=1)]
@@ -507,11 +508,13 @@ class LearnerConfig(Section):
     """Compute once what samples of a group in one microbatch have in common: their prompt and, where that saves more
     tokens, each longer prefix, as of an agent's turns and forks (`prompts`: prompts alone). Results change by rounding
     only; the learner's log says what a model or a setting does not allow."""
-    gather: Literal["auto", "pass", "batch"] = "auto"
+    gather: Literal["auto", "pass", "batch"] | Held = "auto"
     """When shards of weights are gathered and gradients reduced: block by block in each forward and backward pass
     (`pass`, the least memory), or once a batch (`batch`: all weights in `model.dtype` and unsharded fp32 gradients
-    stay). `auto` takes `batch` on CPU, and on a GPU if it takes at most a tenth of its memory more (of the microbatch
-    where that is `auto`) and fits, but `pass` with `cpu_offload: true`."""
+    stay). A number lies between: weights outside of the blocks (embedding, head) are gathered and their gradients
+    reduced once a batch; the last so many blocks are gathered once a batch too, and reduced in each pass. `auto` takes
+    `batch` on CPU; on a GPU the most that fits and takes at most a tenth of its memory (where microbatches are `auto`,
+    it makes them at most a fifth smaller, or a tenth below 8,192 tokens); `pass` with `cpu_offload: true`."""
     head_chunk_tokens: Positive | Literal["auto"] = "auto"
     """Tokens whose logits the log-probability head holds at a time. `auto` takes 4096 on a GPU, or 1024 where
     microbatches of 8,192 tokens do not fit otherwise; 1024 on CPU."""

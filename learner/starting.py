@@ -18,7 +18,15 @@ from configs.schema import Config
 from learner.mesh import on_every_rank, ranks_of_node, shards
 from learner.model import attention, float8, loading, speed, state
 from learner.model.experts.mixture import check_experts
-from learner.model.memory import Estimate, choose_gather, gpu_memory, least_microbatch, memory_budget, sizes_of
+from learner.model.memory import (
+    Estimate,
+    choose_gather,
+    gathers,
+    gpu_memory,
+    least_microbatch,
+    memory_budget,
+    sizes_of,
+)
 from learner.model.settled import keeps_reference
 from learner.train import collectives
 
@@ -92,10 +100,11 @@ def decide_gather(config: Config, device: torch.device, mesh: DeviceMesh, patche
     sends = copies_over(config, shards(mesh), mesh.get_rank())
     sizes = shards(mesh), gpu_memory(device), tokens, reference, sends, keeps_critic(config)
     own = on_every_rank(partial(choose_gather, config.model, config.learner, *sizes))
-    (apart,) = collectives.all_reduce_max(own.gather == "pass")
-    if apart and own.gather == "batch":
-        log.info("learner.gather: pass, as another rank has no room for batch")
-    gather = "pass" if apart else "batch"
+    ways = gathers(len(sizes_of(config.model).of_blocks))
+    (least,) = collectives.all_reduce_max(-ways.index(own.gather))
+    gather = ways[-int(least)]
+    if gather != own.gather:
+        log.info("learner.gather: %s, as another rank has no room for %s", gather, own.gather)
     return config.model_copy(update={"learner": own.model_copy(update={"gather": gather})})
 
 

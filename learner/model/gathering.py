@@ -1,5 +1,6 @@
-"""When FSDP gathers weights and reduces gradients: in each pass or, with `learner.gather: batch` (`once`), at a batch's
-first and last pass.
+"""When FSDP gathers weights and reduces gradients, as `learner.gather` says: in each pass (`pass`), or at a batch's
+first and last pass (`batch`). With a number what lies outside of the blocks does the latter, and the last so many
+blocks stay gathered, while their gradients are reduced in each pass.
 """
 
 from collections.abc import Iterator, Sequence
@@ -7,21 +8,35 @@ from contextlib import contextmanager
 
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+from learner.model import loading
+
+
+def blocks_held(model: PreTrainedModel, gather: str | int) -> list[nn.Module]:
+    """Blocks that stay gathered between the passes of a batch."""
+    if isinstance(gather, int):
+        blocks = loading.blocks(model)
+        return blocks[max(0, len(blocks) - gather) :]
+    return loading.all_blocks(model) if gather == "batch" else []
 
 
 class Gathering:
-    """No pass reaches `idle` parts."""
+    """`held`: of `blocks_held`. No pass reaches `idle` parts."""
 
-    def __init__(self, module: nn.Module, once: bool, idle: Sequence[nn.Module] = ()) -> None:
+    def __init__(
+        self, module: nn.Module, gather: str | int, held: Sequence[nn.Module] = (), idle: Sequence[nn.Module] = ()
+    ) -> None:
         assert isinstance(module, FSDPModule), "fully_shard makes it one"
-        self._module, self._once = module, once
+        self._module, self._gather = module, gather
+        self._parts = [module, *(part for part in held if isinstance(part, FSDPModule))]
         self._idle = [part for part in idle if isinstance(part, FSDPModule)]
         self._held = False
 
     @contextmanager
     def held(self) -> Iterator[None]:
         """Surrounds all passes of a batch; afterwards every weight is a shard."""
-        self._held = self._once
+        self._held = self._gather != "pass"
         try:
             yield
         finally:
@@ -29,7 +44,9 @@ class Gathering:
             self.reshard()
 
     def reshard(self) -> None:
-        """Give up gathered weights, unless `held`: only a backward pass does so itself."""
+        """Give up gathered weights, unless `held`: only a backward pass does so itself, or a forward pass with those of
+        a block that does not stay.
+        """
         if self._held:
             return
         for module in self._module.modules():  # type: ignore[attr-defined]
@@ -39,12 +56,14 @@ class Gathering:
     def reduce_after_next(self, last: bool) -> None:
         """Have the next backward pass reduce gradients if it is the batch's `last`.
 
-        Until then replicas (with `once`, ranks in fp32) add up their own. Every pass must give each trained parameter a
-        gradient, if only zeros: FSDP refuses one that the last pass alone brings, in `model.dtype`.
+        Until then replicas add up their own, and ranks, in fp32, those that are reduced once. Every pass must give each
+        trained parameter a gradient, if only zeros: FSDP refuses one that the last pass alone brings, in `model.dtype`.
         """
         self._module.set_requires_all_reduce(last)
-        if self._once:
-            self._module.set_requires_gradient_sync(last)
-            for part in self._idle:  # FSDP would fail here, where nothing was ever gathered
-                part.set_requires_gradient_sync(True)
-            self._module.set_reshard_after_backward(last)
+        if self._gather == "pass":
+            return
+        self._module.set_requires_gradient_sync(last, recurse=self._gather == "batch")
+        for part in self._idle:  # FSDP would fail here, where nothing was ever gathered
+            part.set_requires_gradient_sync(True)
+        for part in self._parts:
+            part.set_reshard_after_backward(last, recurse=False)

@@ -4,6 +4,7 @@ meta device.
 
 import logging
 import os
+from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,7 +52,10 @@ GIB = 2**30
 SHARE = 0.9
 """Share of GPU memory that `tokens_per_microbatch: auto` fills; CUDA, NCCL and fragmentation take the rest."""
 GATHERED_SHARE = 0.1
-"""`gather: auto` takes at most this share of GPU memory, or of the microbatch where that fills the GPU."""
+"""`gather: auto` takes at most this share of GPU memory. Where microbatches fill the GPU it takes so much of them, or
+twice as much if that leaves ENOUGH_TOKENS."""
+ENOUGH_TOKENS = 8192
+"""So many tokens fill a GPU and hide the gathering of weights."""
 AUTO_TOKENS_ON_CPU = 8192
 META_TOKENS = 64
 META_ATTENTION = attention.registered("varlen")
@@ -129,19 +133,36 @@ def choose_gather(
     """Decide `gather: auto`, for microbatches of at least `tokens`."""
     if learner.gather != "auto":
         return learner
-    ways = [learner.model_copy(update={"gather": gather}) for gather in ("pass", "batch")]
-    each, once = (estimate(model, way, shards, reference, sends, critic) for way in ways)
-    more = once.total(tokens) - each.total(tokens)
-    if memory is None:
-        room = True
-    elif learner.tokens_per_microbatch == "auto":
-        budgets = [expected.fit(int(SHARE * memory)) for expected in (each, once)]
-        room = budgets[1] >= max(tokens, (1 - GATHERED_SHARE) * budgets[0])
-    else:
-        room = more <= GATHERED_SHARE * memory and once.total(tokens) <= SHARE * memory
-    chosen = ways[room and learner.cpu_offload is not True]
-    log.info("learner.gather: auto takes %s: batch takes %.1f GiB more", chosen.gather, more / GIB)
-    return chosen
+    blocks = len(sizes_of(model).of_blocks)
+    ways = [learner.model_copy(update={"gather": gather}) for gather in gathers(blocks)]
+
+    @lru_cache
+    def of(way: int) -> Estimate:
+        return estimate(model, ways[way], shards, reference, sends, critic)
+
+    def more(way: int) -> int:
+        return of(way).total(tokens) - of(0).total(tokens)
+
+    def too_much(way: int) -> bool:
+        if memory is None or way == 0:
+            return False
+        if learner.tokens_per_microbatch == "auto":
+            full, left = (expected.fit(int(SHARE * memory)) for expected in (of(0), of(way)))
+            enough = min(ENOUGH_TOKENS * learner.context_parallel, (1 - GATHERED_SHARE) * full)
+            return left < max(tokens, enough, (1 - 2 * GATHERED_SHARE) * full)
+        return more(way) > GATHERED_SHARE * memory or of(way).total(tokens) > SHARE * memory
+
+    taken = 0 if learner.cpu_offload is True else bisect_left(range(len(ways)), True, key=too_much) - 1
+    what = {0: "gathers in each pass", len(ways) - 1: "gathers once a batch"}
+    some = f"of {blocks} blocks {taken - 1} stay gathered for a batch, and all outside of them"
+    chosen, cost = ways[taken].gather, more(taken) / GIB
+    log.info("learner.gather: auto takes %s: %s, for %.1f GiB more than pass", chosen, what.get(taken, some), cost)
+    return ways[taken]
+
+
+def gathers(blocks: int) -> list[str | int]:
+    """Values of `learner.gather` for a model of so many blocks, the least memory first."""
+    return ["pass", *range(blocks + 1), "batch"]
 
 
 def memory_budget(
@@ -182,7 +203,7 @@ def budget_in(
         problem = f"learner.tokens_per_microbatch: {wanted}: {sample} takes {needed}, a GPU "
         more = "learner.ranks" if shards == config.learner.ranks else "learner.shard"
         more += " or learner.context_parallel" * (shards % (2 * config.learner.context_parallel) == 0 and not patches)
-        less = "learner.gather: pass, " if config.learner.gather == "batch" else ""
+        less = "" if config.learner.gather == "pass" else "learner.gather: pass, "
         apart = "algorithm.advantage: group_mean" if keeps_critic(config) else "learner.cpu_offload"
         way = config.learner.activation_checkpointing
         few = isinstance(way, int) and way < len(sizes_of(config.model).of_blocks)
@@ -258,7 +279,7 @@ def estimate(
     so gradients come while activations go. An undecided `auto` takes the least memory.
     """
     size, width = sizes_of(model), getattr(torch, model.dtype).itemsize
-    always = _always(size, learner, width, shards, reference)
+    always = _always(size, learner, width, shards, reference, alone)
     if critic:
         always["critic"] = STATE_BYTES * size.critic // shards
     if sends:  # twice what is trained, once what is frozen
@@ -272,7 +293,9 @@ def estimate(
     return Estimate(found)
 
 
-def _always(size: "ModelSizes", learner: LearnerConfig, width: int, shards: int, reference: bool) -> dict[str, int]:
+def _always(
+    size: "ModelSizes", learner: LearnerConfig, width: int, shards: int, reference: bool, alone: bool
+) -> dict[str, int]:
     on_gpu, apart = 0 if learner.cpu_offload is True else 1, learner.cpu_offload == "optimizer"
     rounded = (4 - width) * size.trained if apart else 0
     always = {
@@ -282,6 +305,8 @@ def _always(size: "ModelSizes", learner: LearnerConfig, width: int, shards: int,
     }
     if learner.gather == "batch":  # whole until the last backward pass
         always["gradients"] = 4 * size.trained
+    elif isinstance(learner.gather, int) and not alone:
+        always["gradients"] = 4 * (size.trained - size.ends) * on_gpu // shards + 4 * size.ends
     return always
 
 
@@ -304,17 +329,29 @@ class _Rank:
         """Parameters that are gathered in all passes."""
         return self.size.parameters - self.size.blocks - self.size.idle
 
+    @property
+    def comes(self) -> int:
+        """Blocks that each pass gathers: the first ones."""
+        held = self.learner.gather if isinstance(self.learner.gather, int) else 0
+        return max(0, len(self.size.of_blocks) - held)
+
+    @property
+    def held(self) -> int:
+        """Parameters of blocks that stay gathered between the passes of a batch."""
+        return sum(each.parameters for each in self.size.of_blocks[self.comes :])
+
     def gathered(self, block: int, last: bool) -> int:
         """Gathered bytes while a block computes gradients.
 
-        With several ranks the next block comes meanwhile; the `last` pass of a batch gives up later blocks.
+        With several ranks the next block comes meanwhile; with `once` the `last` pass of a batch gives up later blocks.
         """
         root, sizes = self.root * (1 + self.reference), self.size.of_blocks
         if self.once:
             given_up = sum(each.parameters for each in sizes[block + 1 :]) if last else 0
             return self.width * (root + self.size.blocks - given_up)
-        coming = sizes[block - 1].parameters if self.shards > 1 and block else 0
-        return self.width * (root + sizes[block].parameters + coming)
+        here = sizes[max(0, block - (self.shards > 1)) : block + 1]
+        coming = sum(each.parameters for each in here[: max(0, self.comes - block + len(here) - 1)])
+        return self.width * (root + self.held + coming)
 
     def gradients(self, block: int, always: int, last: bool) -> int:
         """Bytes of gradients before this block's are reduced."""
@@ -325,8 +362,14 @@ class _Rank:
 
     @property
     def reduced(self) -> int:
-        """Bytes for each gradient while it is reduced: a copy in fp32, and its source or the reduced share."""
+        """Bytes for each of a block's gradients while it is reduced: a copy in fp32, and its source or its share."""
         return max(self.width, 4) if self.once else 4 + max(self.width, 4 // self.shards)
+
+    @property
+    def reduced_at_ends(self) -> int:
+        """The same for each gradient outside of the blocks."""
+        added_up = isinstance(self.learner.gather, int) and not self.alone
+        return max(self.width, 4) if added_up else self.reduced
 
 
 def _moments(
@@ -350,8 +393,7 @@ def _moments(
         towers = (each.trained for each in size.of_all_blocks if each not in size.of_blocks)
         own = {"head": head, "block's gradient": (4 + rank.width) * max(towers, default=0)}
         found.append(PeakCandidate(always | rest | own, images | {"backward pass": in_tower}))
-    trained = size.trained - sum(each.trained for each in size.of_all_blocks)
-    return [*found, PeakCandidate(always | rest | {"head": rank.reduced * trained}, {})]
+    return [*found, PeakCandidate(always | rest | {"head": rank.reduced_at_ends * size.ends}, {})]
 
 
 def _in_block(
@@ -387,8 +429,9 @@ def _at_head(rank: _Rank, always: dict[str, int], head: int, kept: int, images: 
     chunk = chunk_tokens(learner) * size.vocabulary
     logits = (4 + width) * chunk + (4 * chunk if size.softcap else 0)
     rest = {"head": 4 * head // width + max(logits, head)}
-    last = size.blocks if rank.once else size.of_blocks[-1].parameters if rank.shards > 1 else 0
-    rest["gathered weights"] = width * (rank.root * (1 + rank.reference) + last)
+    last = size.of_blocks[-1].parameters if rank.shards > 1 and not rank.held else rank.held
+    there = size.blocks if rank.once else last
+    rest["gathered weights"] = width * (rank.root * (1 + rank.reference) + there)
     if rank.alone and not rank.once:
         rest["gradients"] = 0
     kept = -(-(kept + 3 * size.width) // learner.context_parallel)
@@ -451,6 +494,11 @@ class ModelSizes:
     @property
     def blocks(self) -> int:
         return sum(block.parameters for block in self.of_all_blocks)
+
+    @property
+    def ends(self) -> int:
+        """Trained parameters outside of the blocks."""
+        return self.trained - sum(block.trained for block in self.of_all_blocks)
 
 
 def sizes_of(model: ModelConfig) -> ModelSizes:
@@ -722,6 +770,5 @@ def explain_out_of_memory(estimate: Estimate, tokens: int) -> Iterator[None]:
         raise OutOfMemory(
             f"the GPU is full: {str(error).splitlines()[0].partition('. ')[0]}. A rank should take "
             f"{estimate.describe(tokens)}. Lower learner.tokens_per_microbatch ({tokens}), set "
-            "learner.activation_checkpointing: block or, where it is batch, learner.gather: pass, or raise "
-            "learner.ranks or learner.shard"
+            "learner.activation_checkpointing: block or learner.gather: pass, or raise learner.ranks or learner.shard"
         ) from None

@@ -25,7 +25,7 @@ from learner.model.epilogue import Epilogue
 from learner.model.experts.mixture import Mixture
 from learner.model.file_form import FileForm
 from learner.model.flops import Costs, TowerCosts
-from learner.model.gathering import Gathering
+from learner.model.gathering import Gathering, blocks_held
 from learner.model.head import ChunkLoss, HeadOptions, chunk_tokens, chunked_loss, logprobs_and_entropy
 from learner.model.idle_parts import idle_modules, idle_names, sees
 from learner.model.lora.adapter import Factor, adapt, factors, initial
@@ -105,9 +105,10 @@ class Policy(nn.Module):
         apart = learner.cpu_offload == "optimizer" and not frozen
         if apart:
             narrow(self.model, self.dtype)
-        gathers_once = learner.gather == "batch" and not frozen  # only a backward pass would end it
-        self._shard(learner.compile is True, offload, gathers_once)
-        self.gathering = Gathering(self, gathers_once, idle_modules(self.model))
+        gather = "pass" if frozen else learner.gather  # only a backward pass would end the others
+        held = blocks_held(self.model, gather)
+        self._shard(learner.compile is True, offload, held)
+        self.gathering = Gathering(self, gather, held, idle_modules(self.model))
         self.masters = MasterWeights(self.model, self.device) if apart else None
         if random:
             place = torch.device("cpu") if offload else self.device
@@ -141,7 +142,7 @@ class Policy(nn.Module):
         kept, blocks = state.kinds(self.model), len(loading.blocks(self.model))
         return PrefixSharing.of(self.model.config, learner, self.attention, self.device, kept, blocks, other)
 
-    def _shard(self, compiled: bool, offload: bool, gathers_once: bool) -> None:
+    def _shard(self, compiled: bool, offload: bool, held: Sequence[nn.Module]) -> None:
         options: dict[str, Any] = {
             "mesh": self.mesh,
             "mp_policy": MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32),
@@ -155,7 +156,7 @@ class Policy(nn.Module):
             block.register_forward_pre_hook(partial(_cast_inputs, self.dtype), with_kwargs=True)
             if compiled:
                 block.register_forward_pre_hook(compiling.forget_views, with_kwargs=True)
-            fully_shard(block, reshard_after_forward=not gathers_once, **options)
+            fully_shard(block, reshard_after_forward=not any(block is each for each in held), **options)
             if compiled:
                 compiling.keep_integers(block)
         for idle in idle_modules(self.model):

@@ -5,13 +5,11 @@ from collections.abc import Sequence
 
 from configs.schema import LearnerConfig, ModelConfig
 from learner.model.head import CHUNK_ON_CPU
-from learner.model.memory import SHARE, estimate
+from learner.model.memory import ENOUGH_TOKENS, SHARE, estimate
 
 log = logging.getLogger(__name__)
 VERSIONS_WORTH_COMPILING = 20
 """Compiling takes a minute at the start."""
-ENOUGH_TOKENS = 8192
-"""So many tokens fill a GPU and hide the gathering of weights."""
 HEAD_CHUNK_ON_GPU = 4096
 STEP_TIME = {"none": 1.0, "selective": 1.1, "block": 4 / 3, "offload": 4 / 3}
 """`block` computes each forward pass twice; long rows hide copies to the host."""

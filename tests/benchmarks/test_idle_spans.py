@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.idle import REST, Phases, busy_within
+from benchmarks.idle import REST, Phases, busy_within, kind_of
 
 SECOND = 10**9
 
@@ -20,3 +20,13 @@ def test_a_gpu_is_idle_between_its_spans_and_at_both_ends_of_the_window() -> Non
 def test_a_gpu_without_work_is_idle_for_the_whole_window() -> None:
     window = (10 * SECOND, 100 * SECOND)
     assert Phases().idle(busy_within([(2, 3), (200 * SECOND, 300 * SECOND)], window)) == pytest.approx({REST: 90})
+
+
+def test_kernels_are_counted_by_what_they_do() -> None:
+    names = {
+        "products of matrices": "nvjet_sm90_tst_128x256_64x4_2x1_v_bz_coopA_NTN",
+        "attention": "kernel_cutlass_kernel_flash_attncuteflash_bwd_sm90FlashAttentionBackwardSm90",
+        "exchanges of ranks": "ncclDevKernel_ReduceScatter_Sum_f32_RING_LL",
+        "others, copies": "void at::native::detail::chunk_cat_cuda_kernel<float, c10::BFloat16>",
+    }
+    assert {kind: kind_of(name) for kind, name in names.items()} == {kind: kind for kind in names}

@@ -301,6 +301,8 @@ def gradients(model, mesh: DeviceMesh, **changes) -> dict[str, torch.Tensor]:
         {"activation_checkpointing": "block", "compile": True},
         {"activation_checkpointing": 1, "compile": True},
         {"cpu_offload": True},
+        {"gather": 0},
+        {"gather": 1, "activation_checkpointing": "none", "compile": True},
         {"gather": "batch"},
         {"gather": "batch", "activation_checkpointing": "none", "compile": True},
         {"gather": "batch", "cpu_offload": True},
@@ -329,8 +331,8 @@ def test_compiled_once_for_all_blocks_and_lengths(tmp_path: Path, gpu: DeviceMes
 
 
 @pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two NVIDIA GPUs")
-@pytest.mark.parametrize("gather", ["pass", "batch"])
-def test_ranks_change_nothing(tmp_path: Path, gpu: DeviceMesh, gather: str) -> None:
+@pytest.mark.parametrize("gather", world.GATHERS)
+def test_ranks_change_nothing(tmp_path: Path, gpu: DeviceMesh, gather: str | int) -> None:
     """Two ranks over NCCL against one, in fp32."""
     model = tiny_model(tmp_path / "model", tied=True)
     want = gradients(model, gpu)

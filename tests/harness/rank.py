@@ -63,7 +63,7 @@ def gradients(
     share: bool = False,
     episodes: bool = False,
     routes: list[int] | None = None,
-    gather: str = "pass",
+    gather: str | int = "pass",
     trees: bool = False,
 ) -> None:
     """Gradients of one batch for several cuts into parts, budgets and algorithms, saved as `FOLDER/gradients.pt`.
@@ -228,7 +228,7 @@ def replicated(folder: Path, copies: list[int], cuts: list[int], budget: int) ->
     """For each number of ranks that share a copy, of `copies`, and each `learner.gather`: one batch's gradient, its
     reductions between copies, and the weights after a step, saved as `FOLDER/replicated.pt`."""
     rank, model, found = dist.get_rank(), ModelConfig(path=str(folder / "model"), dtype="float32"), {}
-    for number, gather in product(copies, ("pass", "batch")):
+    for number, gather in product(copies, world.GATHERS):
         mesh = make_mesh("cpu", number)
         policy = world.policy_of(model, mesh, world.LEARNER.model_copy(update={"gather": gather}))
         algorithm = world.algorithm_of(policy, budget)
@@ -254,12 +254,12 @@ def reductions(mesh: Any) -> int:
 def gathers(folder: Path, cases: list[dict[str, Any]], cuts: list[int], budget: int) -> None:
     """For each case and each `learner.gather`: one batch's gradients, and the collectives of its backward pass, saved
     as `FOLDER/gathers.pt`."""
-    found = [{gather: gathered(case, gather, cuts, budget) for gather in ("pass", "batch")} for case in cases]
+    found = [{gather: gathered(case, gather, cuts, budget) for gather in world.GATHERS} for case in cases]
     if dist.get_rank() == 0:
         torch.save(found, folder / "gathers.pt")
 
 
-def gathered(case: dict[str, Any], gather: str, cuts: list[int], budget: int) -> tuple[dict[str, int], Any]:
+def gathered(case: dict[str, Any], gather: str | int, cuts: list[int], budget: int) -> tuple[dict[str, int], Any]:
     """`case`: model, algorithm and shards. The numbers are of collectives, of groups that FSDP gathers together, and of
     microbatches."""
     model, config = ModelConfig.model_validate(case["model"]), AlgorithmConfig.model_validate(case["algorithm"])
@@ -280,7 +280,9 @@ def gathered(case: dict[str, Any], gather: str, cuts: list[int], budget: int) ->
     inside = {id(parameter) for group in groups for parameter in group}
     groups.append([parameter for parameter in policy.parameters() if id(parameter) not in inside])
     trained = sum(any(parameter.requires_grad for parameter in group) for group in groups)
-    sizes = {"groups": len(groups), "trained groups": trained, "microbatches": len(batch.microbatches)}
+    of_ends = any(parameter.requires_grad for parameter in groups[-1])
+    sizes = {"groups": len(groups), "trained groups": trained, "trained ends": int(of_ends)}
+    sizes["microbatches"] = len(batch.microbatches)
     assert all(isinstance(parameter, DTensor) for parameter in policy.parameters())
     return dict(numbers) | sizes, world.gradients(policy)
 
@@ -313,7 +315,7 @@ def wholes(folder: Path, shapes: dict[str, list[int]], on: int, limits: list[int
 def decisions(folder: Path) -> None:
     """`learner.gather` of each rank for several run files, the second of which is rank 1's alone; `decisions.pt`."""
     rank, mesh, found = dist.get_rank(), make_mesh("cpu", 2), []
-    for learner in ({}, {"cpu_offload": rank == 1}, {"gather": "pass"}, {"gather": "batch"}):
+    for learner in ({}, {"cpu_offload": rank == 1}, *({"gather": gather} for gather in world.GATHERS)):
         model = {"path": str(folder / "model"), "dtype": "float32"}
         given = {"data": {"train": "x"}, "reward": {"function": "x"}, "learner": learner | {"ranks": 2}}
         decided = decide_gather(Config(model=model, **given), torch.device("cpu"), mesh, 0).learner.gather
@@ -448,7 +450,7 @@ def valued(folder: Path, copies: list[int], cuts: list[int], budget: int) -> Non
     batch of episodes, and the critic's figures, saved as `FOLDER/valued.pt`."""
     rank, model, found = dist.get_rank(), ModelConfig(path=str(folder / "model"), dtype="float32"), {}
     config = AlgorithmConfig(advantage="gae", critic=CriticConfig(gamma=0.9, gae_lambda=0.5))
-    for number, gather in product(copies, ("pass", "batch")):
+    for number, gather in product(copies, world.GATHERS):
         mesh, learner = make_mesh("cpu", number), world.LEARNER.model_copy(update={"gather": gather})
         policy, critic = world.policy_of(model, mesh, learner), critic_of(model, mesh, config.critic, learner)
         part = world.cut(make_episodes(), 3, cuts, rank)

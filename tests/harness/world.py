@@ -35,6 +35,8 @@ FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(["tests.harness.rank", "tests.harness.forked_learner"])
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")  # counting GPUs the usual way forbids that it forks
 ALGORITHM = AlgorithmConfig(is_cap=1.5)
+GATHERS: tuple[str | int, ...] = ("pass", 0, 1, "batch")
+"""Values of `learner.gather`, of which each gathers and reduces less often than the one before."""
 LEARNER = LearnerConfig(lr=1e-2, warmup_versions=2, head_chunk_tokens=7, max_grad_norm=0.1)
 
 

@@ -25,6 +25,7 @@ from learner.model.memory import (
     choose_gather,
     estimate,
     explain_out_of_memory,
+    gathers,
     least_microbatch,
     sizes_of,
 )
@@ -270,37 +271,60 @@ def test_auto_gathers_once_where_it_costs_a_tenth_at_most(tmp_path: Path, caplog
     model = wide_model(tmp_path)
     caplog.set_level("INFO")
 
-    def chosen(memory: int | None, tokens: int = 256, shards: int = 2, **changes) -> str:
+    def chosen(memory: int | None, tokens: int = 256, shards: int = 2, **changes) -> str | int:
         learner = LEARNER.model_copy(update={"tokens_per_microbatch": 256} | changes)
         return choose_gather(model, learner, shards, memory, tokens).gather
 
     each, once = (estimate(model, learner, 2) for learner in (LEARNER, ONCE))
     more = once.total(256) - each.total(256)
     assert more > 0.1 * once.total(256) / memory.SHARE  # so that the tenth decides
-    assert chosen(10 * more) == "batch" and chosen(10 * more - 10) == "pass"
-    assert f"learner.gather: auto takes batch: batch takes {more / GIB:.1f} GiB more" in caplog.text
-    tokens = once.fit(int(0.9 * 10 * more)) + 512  # there pass may fit, batch does not
-    assert chosen(10 * more, tokens) == "pass"
+    assert chosen(10 * more) == "batch" and chosen(10 * more - 10) == 12
+    assert f"learner.gather: auto takes batch: gathers once a batch, for {more / GIB:.1f} GiB more" in caplog.text
+    assert "learner.gather: auto takes 12: of 12 blocks 12 stay gathered" in caplog.text
+    assert chosen(10 * more, tokens=each.fit(int(0.9 * 10 * more)) + 512) == "pass", "even this does not fit"
     assert chosen(10 * more, cpu_offload=True) == chosen(None, cpu_offload=True) == "pass"
     assert chosen(None) == "batch"
     assert chosen(10 * more, gather="pass") == "pass" and chosen(1, gather="batch") == "batch"
 
 
 @pytest.mark.parametrize("activation_checkpointing", ["none", "block"])
-def test_auto_microbatches_get_a_tenth_smaller_at_most(tmp_path: Path, activation_checkpointing: str) -> None:
-    """And the longest sample still fits: what is chosen is never refused where the other would not be."""
+def test_auto_microbatches_get_a_fifth_smaller_at_most(tmp_path: Path, activation_checkpointing: str) -> None:
+    """A tenth below 8,192 tokens. And the longest sample still fits: what is chosen is never refused where `pass` would
+    not be. Of all values that leave so much, the last is chosen."""
     model, keys = wide_model(tmp_path), {"activation_checkpointing": activation_checkpointing}
     learner = LEARNER.model_copy(update={"tokens_per_microbatch": "auto", **keys})
-    each, once = (estimate(model, learner.model_copy(update={"gather": gather}), 1) for gather in ("pass", "batch"))
-    seen = set()
-    for size in (int(factor * each.total(0)) for factor in (1.3, 2, 40)):
-        budgets = [expected.fit(int(memory.SHARE * size)) for expected in (each, once)]
-        for tokens in (budgets[1], budgets[1] + 1):
-            small = budgets[1] < tokens or budgets[1] < 0.9 * budgets[0]
-            gather = choose_gather(model, learner, 1, size, tokens).gather
-            assert gather == ("pass" if small else "batch"), (size, tokens, budgets)
-            seen.add((gather, budgets[1] >= tokens))
-    assert seen == {("pass", True), ("pass", False), ("batch", True)}
+    ways = gathers(12)
+    every = [estimate(model, learner.model_copy(update={"gather": gather}), 2) for gather in ways]
+    seen = set[object]()
+    for size in (int(factor * every[0].total(0)) for factor in (1.3, 2, 5, 40)):
+        budgets = [expected.fit(int(memory.SHARE * size)) for expected in every]
+        assert budgets == sorted(budgets, reverse=True)
+        for sample in (0, budgets[0]):
+            least = max(sample, 0.8 * budgets[0], min(0.9 * budgets[0], 8192))
+            wanted = [way for way, left in zip(ways, budgets, strict=True) if left >= least][-1]
+            assert choose_gather(model, learner, 2, size, sample).gather == wanted, (size, sample, budgets)
+            seen.add(wanted)
+    assert "batch" in seen and len(seen) > 3
+
+
+def test_blocks_that_stay_gathered_take_their_weights(tmp_path: Path) -> None:
+    """And what lies outside of the blocks whole gradients, where ranks share the model."""
+    model = wide_model(tmp_path)
+    size, width = sizes_of(model), 2
+
+    def of(gather: str | int, shards: int = 2) -> Estimate:
+        return estimate(model, LEARNER.model_copy(update={"gather": gather}), shards)
+
+    def at_head(gather: str | int) -> int:
+        return of(gather).candidates[0].fixed["gathered weights"]
+
+    assert size.ends == size.parameters - size.blocks > 0
+    assert of(0, 1).total(4096) == of("pass", 1).total(4096), "nothing is shared"
+    assert of(0).total(4096) - of("pass").total(4096) == 4 * size.ends // 2
+    block = size.of_blocks[0].parameters
+    assert at_head(5) - at_head(3) == 2 * width * block
+    assert at_head(13) == at_head(12) == at_head("batch") == width * size.parameters
+    assert of(0).total(4096) < of(4).total(4096) < of(12).total(4096) < of("batch").total(4096)
 
 
 def wide_model(folder: Path) -> ModelConfig:

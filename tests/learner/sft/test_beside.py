@@ -9,7 +9,7 @@ import torch
 from configs.schema import DemonstrationsConfig, ModelConfig
 from learner.sft.beside import Beside
 from tests.harness.tiny_experts import tiny_experts
-from tests.harness.world import algorithm_of, cut, make_samples, plain, policy_of, tiny_model, together
+from tests.harness.world import GATHERS, algorithm_of, cut, make_samples, plain, policy_of, tiny_model, together
 from tests.learner.sft.test_answer_loss import data_of, made_texts, mean_loss
 
 WEIGHT = 0.25
@@ -52,9 +52,9 @@ def test_two_ranks_have_the_gradient_of_one(tmp_path: Path, mesh) -> None:
     """However samples fall to the ranks, and whenever gradients are reduced."""
     policy, texts = policy_of(tiny_model(tmp_path / "model"), mesh), made_texts()
     wanted = gradient(policy, algorithm_of(policy, 64), Beside(data_of(texts), len(texts), WEIGHT, 64))
-    together("beside", 2, tmp_path, cuts=[[10, 14], [24, 0]], gathers=["pass", "batch"])
+    together("beside", 2, tmp_path, cuts=[[10, 14], [24, 0]], gathers=[*GATHERS])
     found = torch.load(tmp_path / "gradients.pt")
-    assert len(found) == 4
+    assert len(found) == 2 * len(GATHERS)
     for each in found.values():
         for name, one in wanted.items():
             torch.testing.assert_close(each[name], one, atol=2e-6, rtol=2e-4)

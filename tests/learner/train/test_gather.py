@@ -1,4 +1,4 @@
-"""`learner.gather: batch` takes the step that `pass` takes, with fewer collectives, and leaves shards alone."""
+"""Every `learner.gather` takes the step that `pass` takes, some with fewer collectives, and leaves shards alone."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -20,11 +20,10 @@ from tests.harness import world
 from tests.harness.adapters import adapted_model, stir
 from tests.harness.expert_batches import expert_model
 from tests.harness.pictured import form_of, make_pictured, seeing_model
-from tests.harness.world import ALGORITHM, LEARNER, algorithm_of, cut, make_samples, policy_of, tiny_model
+from tests.harness.world import ALGORITHM, GATHERS, LEARNER, algorithm_of, cut, make_samples, policy_of, tiny_model
 from tests.learner.train.test_step import close
 
 TEXT = [3, 1, 4, 1, 5, 9, 2, 6]
-WAYS = ("pass", "batch")
 
 
 @dataclass
@@ -103,9 +102,10 @@ def sharded(policy) -> bool:
     )
 
 
-def blocks_gathered(policy) -> list[bool]:
-    """Whether each block of the text model is gathered."""
-    return [not isinstance(next(block.parameters()), DTensor) for block in policy.model.get_decoder().layers]
+def gathered(policy) -> list[bool]:
+    """Whether each block of the text model is gathered, and the embedding."""
+    decoder = policy.model.get_decoder()
+    return [not isinstance(next(part.parameters()), DTensor) for part in (*decoder.layers, decoder.embed_tokens)]
 
 
 def gradients(case: GatherCase, model: ModelConfig, mesh, gather: str) -> dict[str, torch.Tensor]:
@@ -140,21 +140,22 @@ def gradients(case: GatherCase, model: ModelConfig, mesh, gather: str) -> dict[s
 def test_a_step_is_the_same(tmp_path: Path, mesh, name: str) -> None:
     case = CASES[name]
     model = case.model(tmp_path)
-    each, once = (gradients(case, model, mesh, gather) for gather in WAYS)
-    assert any(gradient.norm() > 0 for gradient in once.values())
-    assert each.keys() == once.keys()
-    first, second = ({key: x for key, x in once.items() if key[0] == version} for version in "34")
-    if case.dtype == torch.float32:
-        moving = {key: x for key, x in second.items() if "k_proj.bias" not in key}  # whose gradient is rounding alone
-        close(first, {key: each[key] for key in first}, 1e-6)
-        close(moving, {key: each[key] for key in moving}, 1e-4)  # after a step of Adam
-    else:
-        close(first, {key: each[key] for key in first}, 1e-5)
+    each, *others = (gradients(case, model, mesh, gather) for gather in GATHERS)
+    assert any(gradient.norm() > 0 for gradient in each.values())
+    for other in others:
+        assert each.keys() == other.keys()
+        first, second = ({key: x for key, x in other.items() if key[0] == version} for version in "34")
+        if case.dtype == torch.float32:
+            moving = {key: x for key, x in second.items() if "k_proj.bias" not in key}  # its gradient is rounding alone
+            close(first, {key: each[key] for key in first}, 1e-6)
+            close(moving, {key: each[key] for key in moving}, 1e-4)  # after a step of Adam
+        else:
+            close(first, {key: each[key] for key in first}, 1e-5)
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("gather", WAYS)
-def test_compiled_blocks_stay_gathered_too(tmp_path: Path, mesh, gather: str) -> None:
+@pytest.mark.parametrize("gather", GATHERS)
+def test_compiled_blocks_stay_gathered_too(tmp_path: Path, mesh, gather: str | int) -> None:
     """One backend of the compiler, without code generation: what it compiled holds for weights gathered anew."""
     torch._dynamo.reset()
     policy = policy_of(tiny_model(tmp_path), mesh, LEARNER.model_copy(update={"gather": gather}))
@@ -168,29 +169,33 @@ def test_compiled_blocks_stay_gathered_too(tmp_path: Path, mesh, gather: str) ->
     assert sharded(policy)
 
 
-@pytest.mark.parametrize("gather", WAYS)
-def test_weights_stay_until_the_last_backward_pass(tmp_path: Path, mesh, gather: str) -> None:
-    """Scores within the batch leave them as they are, with `batch`: the reference's and a first pass."""
+@pytest.mark.parametrize("gather", GATHERS)
+def test_weights_stay_until_the_last_backward_pass(tmp_path: Path, mesh, gather: str | int) -> None:
+    """Scores within the batch, the reference's and a first pass, leave them as they are: with `batch` all weights, with
+    a number the last so many blocks' and those outside of the blocks."""
     policy = policy_of(adapted_model(tmp_path), mesh, LEARNER.model_copy(update={"gather": gather}))
     step = algorithm_of(policy, 60, ALGORITHM.model_copy(update={"reference_kl": 0.1}), reference=Base(policy))
     batch = Batch.from_part(cut(make_samples(), 3, [24], 0), 60)
-    shared, stay = step.shared_context(batch, policy.device), [gather == "batch"] * 2
-    assert blocks_gathered(policy) == [False, False]
+    shared = step.shared_context(batch, policy.device)
+    none = [False] * 3
+    stay = {"pass": none, 0: [False, False, True], 1: [False, True, True], "batch": [True] * 3}[gather]
+    assert gathered(policy) == none
     with policy.gathering.held():
         policy.score(batch.microbatches[0])
-        assert blocks_gathered(policy) == stay
+        assert gathered(policy) == stay
         for microbatch in batch.microbatches:
             last = microbatch is batch.microbatches[-1]
             policy.gathering.reduce_after_next(last)
             step.backward_of(policy, microbatch, shared)
-            assert blocks_gathered(policy) == ([False, False] if last else stay)
+            assert gathered(policy) == (none if last else stay)
     assert sharded(policy)
     policy.score(batch.microbatches[0])
     assert sharded(policy)
 
 
-def test_a_batch_that_ends_between_two_passes_leaves_shards(tmp_path: Path, mesh) -> None:
-    policy = policy_of(tiny_model(tmp_path), mesh, LEARNER.model_copy(update={"gather": "batch"}))
+@pytest.mark.parametrize("gather", GATHERS)
+def test_a_batch_that_ends_between_two_passes_leaves_shards(tmp_path: Path, mesh, gather: str | int) -> None:
+    policy = policy_of(tiny_model(tmp_path), mesh, LEARNER.model_copy(update={"gather": gather}))
     with pytest.raises(KeyError), policy.gathering.held():
         policy.score(one_document(TEXT))
         raise KeyError
@@ -200,18 +205,20 @@ def test_a_batch_that_ends_between_two_passes_leaves_shards(tmp_path: Path, mesh
 
 def test_a_backward_pass_alone_is_a_last_one(tmp_path: Path, mesh) -> None:
     model, found = tiny_model(tmp_path), []
-    for gather in WAYS:
+    for gather in GATHERS:
         policy = policy_of(model, mesh, LEARNER.model_copy(update={"gather": gather}))
         policy(one_document(TEXT))[0].sum().backward()
         assert sharded(policy)
         found.append(world.gradients(policy))
     assert len(found[0]) == len(list(policy.parameters()))
-    close(found[0], found[1], 1e-6)
+    for other in found[1:]:
+        close(found[0], other, 1e-6)
 
 
-def test_a_reference_gathers_for_each_pass(tmp_path: Path, mesh) -> None:
+@pytest.mark.parametrize("gather", GATHERS)
+def test_a_reference_gathers_for_each_pass(tmp_path: Path, mesh, gather: str | int) -> None:
     """It has no backward pass, whose end would be that of the batch."""
-    reference = policy_of(tiny_model(tmp_path), mesh, LEARNER.model_copy(update={"gather": "batch"}), frozen=True)
+    reference = policy_of(tiny_model(tmp_path), mesh, LEARNER.model_copy(update={"gather": gather}), frozen=True)
     with reference.gathering.held():
         reference.score(one_document(TEXT))
         assert sharded(reference)
@@ -240,17 +247,18 @@ def cases_on_ranks(folder: Path, names: Sequence[str]) -> Iterator[dict[str, Any
     ],
 )
 def test_ranks_gather_and_reduce_once(tmp_path: Path, mesh, names: Sequence[str]) -> None:
-    """Two ranks: gradients are those of `pass`; a block's weights are gathered and its gradients reduced once a batch,
-    however many microbatches and passes there are."""
+    """Two ranks: gradients are those of `pass`; with `batch` a block's weights are gathered and its gradients reduced
+    once a batch, however many microbatches and passes there are; a number does so with fewer of them."""
     world.together("gathers", 2, tmp_path, cases=list(cases_on_ranks(tmp_path, names)), cuts=[17, 7], budget=60)
     every = torch.load(tmp_path / "gathers.pt")
     for name, found in zip(names, every, strict=True):
-        (each, each_grads), (once, once_grads) = (found[gather] for gather in WAYS)
-        close(once_grads, each_grads, 1e-5)
+        each, ends, held, once = (found[gather][0] for gather in GATHERS)
+        for gather in GATHERS[1:]:
+            close(found[gather][1], found["pass"][1], 1e-5)
         groups, trained, microbatches = (once[name] for name in ("groups", "trained groups", "microbatches"))
         assert groups > 2 and microbatches > 2
         if name == "copies":  # each rank has a whole one, which is reduced once a batch either way
-            assert (once["gather"], once["reduce"]) == (each["gather"], each["reduce"]) == (0, trained)
+            assert all((way["gather"], way["reduce"]) == (0, trained) for way in (each, ends, held, once))
             continue
         limit = 2 * (name == "first pass")  # two all-gathers of numbers
         assert (once["gather"] - limit, once["reduce"]) == (groups, trained), name
@@ -258,11 +266,14 @@ def test_ranks_gather_and_reduce_once(tmp_path: Path, mesh, names: Sequence[str]
         assert each["gather"] > (1 + name.startswith(("first pass", "adapter's base"))) * (groups - 1) * microbatches, (
             name
         )
+        assert ends["reduce"] == held["reduce"] == each["reduce"] - ends["trained ends"] * (microbatches - 1), name
+        assert each["gather"] - ends["gather"] >= microbatches - 1, name
+        assert ends["gather"] - held["gather"] >= 2 * microbatches - 1, "a block's, for passes in both directions"
 
 
 @pytest.mark.xdist_group("ranks")
 def test_ranks_decide_alike(tmp_path: Path, mesh) -> None:
-    """A rank without room for `batch` has all take `pass`."""
+    """All take what every rank has room for."""
     tiny_model(tmp_path / "model")
     world.together("decisions", 2, tmp_path)
-    assert torch.load(tmp_path / "decisions.pt") == [["batch"] * 2, ["pass"] * 2, ["pass"] * 2, ["batch"] * 2]
+    assert torch.load(tmp_path / "decisions.pt") == [["batch"] * 2, ["pass"] * 2, *([gather] * 2 for gather in GATHERS)]

@@ -24,7 +24,11 @@ from tests.harness.pictured import seeing_model
 from tests.harness.world import alone, tiny_model
 
 VERSIONS = range(START, START + 3)
-WAYS = (("none", False, {}), ("optimizer", "optimizer", {}), ("batch", "optimizer", {"gather": "batch"}))
+WAYS = (
+    ("none", False, {}),
+    ("optimizer", "optimizer", {}),
+    *((gather, "optimizer", {"gather": gather}) for gather in ("ends", "batch")),
+)
 
 
 @dataclass
@@ -67,11 +71,12 @@ def test_weights_and_moments_are_those_of_a_learner_that_does_not_offload(runs: 
     assert before > 0, "something was trained"
 
 
-def test_gradients_that_are_gathered_once_a_batch_are_as_wide(runs: dict[str, Trained]) -> None:
+@pytest.mark.parametrize("gather", ["ends", "batch"])
+def test_gradients_that_are_reduced_once_a_batch_are_as_wide(runs: dict[str, Trained], gather: str) -> None:
     """Else they would be rounded to bfloat16, 0.4 % each."""
     for name, one in runs["none"].rows.items():
-        torch.testing.assert_close(runs["batch"].rows[name], one, rtol=2e-3, atol=1e-6)
-    assert runs["batch"].rounded
+        torch.testing.assert_close(runs[gather].rows[name], one, rtol=2e-3, atol=1e-6)
+    assert runs[gather].rounded
 
 
 @pytest.mark.long

@@ -71,8 +71,8 @@ def a_step_is_that_of_one_rank(folder: Path, mesh, copies: list[int]) -> None:
             assert (gradient - want[name]).norm() <= 1e-5 * want[name].norm(), (layout, name)
         close(weights, after, 1e-4)
         assert metrics["gradient/norm"] == pytest.approx(norm, rel=1e-5)
-    # one for each of two blocks and one for the rest, whatever the number of microbatches, with either `learner.gather`
-    layouts = [number for number in copies for _ in ("pass", "batch")]
+    # one for each of two blocks and one for the rest, whatever the number of microbatches, with each `learner.gather`
+    layouts = [number for number in copies for _ in world.GATHERS]
     assert all([number for number, _ in rank] == [0 if on == 4 else 3 for on in layouts] for rank in every)
     assert [[copy for _, copy in rank] for rank in every] == [[rank // on for on in layouts] for rank in range(4)]
 
