@@ -33,7 +33,8 @@ from buffer.wire.message import Array
 from buffer.wire.protocol import Part
 from buffer.wire.sample import Sample, sample_stats
 from configs.schema import AlgorithmConfig, LearnerConfig, ModelConfig
-from learner.model.memory import choose_gather, gpu_memory
+from learner.model.gather_choice import choose_gather
+from learner.model.memory import gpu_memory
 from learner.model.policy import Policy
 from learner.train.batch import Batch
 from learner.train.optimizer import Optimizer

@@ -511,10 +511,10 @@ class LearnerConfig(Section):
     gather: Literal["auto", "pass", "batch"] | Held = "auto"
     """When shards of weights are gathered and gradients reduced: block by block in each forward and backward pass
     (`pass`, the least memory), or once a batch (`batch`: all weights in `model.dtype` and unsharded fp32 gradients
-    stay). A number lies between: weights outside of the blocks (embedding, head) are gathered and their gradients
-    reduced once a batch; the last so many blocks are gathered once a batch too, and reduced in each pass. `auto` takes
-    `batch` on CPU; on a GPU the most that fits and takes at most a tenth of its memory (where microbatches are `auto`,
-    it makes them at most a fifth smaller, or a tenth below 8,192 tokens); `pass` with `cpu_offload: true`."""
+    stay). A number lies between: what lies outside of the blocks (embedding, head) is gathered and reduced once a
+    batch; the last so many blocks are gathered once a batch, and their gradients reduced in each backward pass. `auto`
+    takes `batch` on CPU and `pass` with `cpu_offload: true`. On a GPU it takes the most that costs little memory and
+    leaves nearly the same microbatches (docs/fits.md)."""
     head_chunk_tokens: Positive | Literal["auto"] = "auto"
     """Tokens whose logits the log-probability head holds at a time. `auto` takes 4096 on a GPU, or 1024 where
     microbatches of 8,192 tokens do not fit otherwise; 1024 on CPU."""

@@ -18,15 +18,8 @@ from configs.schema import Config
 from learner.mesh import on_every_rank, ranks_of_node, shards
 from learner.model import attention, float8, loading, speed, state
 from learner.model.experts.mixture import check_experts
-from learner.model.memory import (
-    Estimate,
-    choose_gather,
-    gathers,
-    gpu_memory,
-    least_microbatch,
-    memory_budget,
-    sizes_of,
-)
+from learner.model.gather_choice import choose_gather, gathers, place_of
+from learner.model.memory import Estimate, gpu_memory, least_microbatch, memory_budget, share_of_batch, sizes_of
 from learner.model.settled import keeps_reference
 from learner.train import collectives
 
@@ -99,13 +92,15 @@ def decide_gather(config: Config, device: torch.device, mesh: DeviceMesh, patche
     tokens, reference = least_microbatch(config, patches), keeps_reference(config)
     sends = copies_over(config, shards(mesh), mesh.get_rank())
     sizes = shards(mesh), gpu_memory(device), tokens, reference, sends, keeps_critic(config)
-    own = on_every_rank(partial(choose_gather, config.model, config.learner, *sizes))
-    ways = gathers(len(sizes_of(config.model).of_blocks))
-    (least,) = collectives.all_reduce_max(-ways.index(own.gather))
-    gather = ways[-int(least)]
-    if gather != own.gather:
+    share, blocks = share_of_batch(config, patches), len(sizes_of(config.model).of_blocks)
+    own = on_every_rank(partial(choose_gather, config.model, config.learner, *sizes, share))
+    place = place_of(own.gather, blocks)
+    (least,) = collectives.all_reduce_max(-place)
+    if -least < place:
+        gather = gathers(blocks)[-int(least)]
         log.info("learner.gather: %s, as another rank has no room for %s", gather, own.gather)
-    return config.model_copy(update={"learner": own.model_copy(update={"gather": gather})})
+        own = own.model_copy(update={"gather": gather})
+    return config.model_copy(update={"learner": own})
 
 
 def decide_budget(

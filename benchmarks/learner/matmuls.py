@@ -27,7 +27,8 @@ from buffer.wire.message import Array
 from buffer.wire.sample import Sample
 from configs.schema import AlgorithmConfig, LearnerConfig, ModelConfig
 from learner.model import float8
-from learner.model.memory import choose_gather, estimate, gpu_memory
+from learner.model.gather_choice import choose_gather
+from learner.model.memory import estimate, gpu_memory
 from learner.model.microbatch import one_document
 from learner.model.policy import Policy
 from learner.train.optimizer import Optimizer

@@ -18,7 +18,8 @@ from benchmarks.weights.family_shapes import text_alone
 from buffer.wire.protocol import Part
 from configs.schema import AlgorithmConfig, LearnerConfig, LoraConfig, ModelConfig
 from learner.model.flops import peak
-from learner.model.memory import GIB, SHARE, Estimate, choose_gather, estimate, gpu_memory
+from learner.model.gather_choice import choose_gather
+from learner.model.memory import GIB, SHARE, Estimate, estimate, gpu_memory
 from learner.model.policy import Policy
 from learner.train.optimizer import Optimizer
 from learner.train.step import Algorithm

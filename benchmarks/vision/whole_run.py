@@ -68,7 +68,8 @@ def seen_of(records: list[Record]) -> dict[str, float]:
 
 def memory_of(run: Processes) -> dict[str, Any]:
     """The estimate that the learner made before it loaded anything."""
-    from learner.model.memory import choose_gather, estimate, gpu_memory
+    from learner.model.gather_choice import choose_gather
+    from learner.model.memory import estimate, gpu_memory
 
     model, tokens = run.config.model, run.config.learner.tokens_per_microbatch
     assert isinstance(tokens, int)

@@ -4,7 +4,6 @@ meta device.
 
 import logging
 import os
-from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -51,9 +50,6 @@ log = logging.getLogger(__name__)
 GIB = 2**30
 SHARE = 0.9
 """Share of GPU memory that `tokens_per_microbatch: auto` fills; CUDA, NCCL and fragmentation take the rest."""
-GATHERED_SHARE = 0.1
-"""`gather: auto` takes at most this share of GPU memory. Where microbatches fill the GPU it takes so much of them, or
-twice as much if that leaves ENOUGH_TOKENS."""
 ENOUGH_TOKENS = 8192
 """So many tokens fill a GPU and hide the gathering of weights."""
 AUTO_TOKENS_ON_CPU = 8192
@@ -118,51 +114,6 @@ def least_microbatch(config: Config, patches: int = 0) -> int:
     """Tokens of the largest microbatch that must fit."""
     wanted, sample = config.learner.tokens_per_microbatch, max_sample_tokens(config)
     return max(sample, -(-patches // PATCHES_PER_TOKEN), 0 if wanted == "auto" else wanted)
-
-
-def choose_gather(
-    model: ModelConfig,
-    learner: LearnerConfig,
-    shards: int,
-    memory: int | None,
-    tokens: int,
-    reference: bool = False,
-    sends: int = 0,
-    critic: bool = False,
-) -> LearnerConfig:
-    """Decide `gather: auto`, for microbatches of at least `tokens`."""
-    if learner.gather != "auto":
-        return learner
-    blocks = len(sizes_of(model).of_blocks)
-    ways = [learner.model_copy(update={"gather": gather}) for gather in gathers(blocks)]
-
-    @lru_cache
-    def of(way: int) -> Estimate:
-        return estimate(model, ways[way], shards, reference, sends, critic)
-
-    def more(way: int) -> int:
-        return of(way).total(tokens) - of(0).total(tokens)
-
-    def too_much(way: int) -> bool:
-        if memory is None or way == 0:
-            return False
-        if learner.tokens_per_microbatch == "auto":
-            full, left = (expected.fit(int(SHARE * memory)) for expected in (of(0), of(way)))
-            enough = min(ENOUGH_TOKENS * learner.context_parallel, (1 - GATHERED_SHARE) * full)
-            return left < max(tokens, enough, (1 - 2 * GATHERED_SHARE) * full)
-        return more(way) > GATHERED_SHARE * memory or of(way).total(tokens) > SHARE * memory
-
-    taken = 0 if learner.cpu_offload is True else bisect_left(range(len(ways)), True, key=too_much) - 1
-    what = {0: "gathers in each pass", len(ways) - 1: "gathers once a batch"}
-    some = f"of {blocks} blocks {taken - 1} stay gathered for a batch, and all outside of them"
-    chosen, cost = ways[taken].gather, more(taken) / GIB
-    log.info("learner.gather: auto takes %s: %s, for %.1f GiB more than pass", chosen, what.get(taken, some), cost)
-    return ways[taken]
-
-
-def gathers(blocks: int) -> list[str | int]:
-    """Values of `learner.gather` for a model of so many blocks, the least memory first."""
-    return ["pass", *range(blocks + 1), "batch"]
 
 
 def memory_budget(
@@ -332,13 +283,15 @@ class _Rank:
     @property
     def comes(self) -> int:
         """Blocks that each pass gathers: the first ones."""
+        if self.once:
+            return 0
         held = self.learner.gather if isinstance(self.learner.gather, int) else 0
         return max(0, len(self.size.of_blocks) - held)
 
     @property
     def held(self) -> int:
         """Parameters of blocks that stay gathered between the passes of a batch."""
-        return sum(each.parameters for each in self.size.of_blocks[self.comes :])
+        return self.size.blocks if self.once else sum(each.parameters for each in self.size.of_blocks[self.comes :])
 
     def gathered(self, block: int, last: bool) -> int:
         """Gathered bytes while a block computes gradients.
@@ -348,7 +301,7 @@ class _Rank:
         root, sizes = self.root * (1 + self.reference), self.size.of_blocks
         if self.once:
             given_up = sum(each.parameters for each in sizes[block + 1 :]) if last else 0
-            return self.width * (root + self.size.blocks - given_up)
+            return self.width * (root + self.held - given_up)
         here = sizes[max(0, block - (self.shards > 1)) : block + 1]
         coming = sum(each.parameters for each in here[: max(0, self.comes - block + len(here) - 1)])
         return self.width * (root + self.held + coming)
@@ -429,9 +382,10 @@ def _at_head(rank: _Rank, always: dict[str, int], head: int, kept: int, images: 
     chunk = chunk_tokens(learner) * size.vocabulary
     logits = (4 + width) * chunk + (4 * chunk if size.softcap else 0)
     rest = {"head": 4 * head // width + max(logits, head)}
-    last = size.of_blocks[-1].parameters if rank.shards > 1 and not rank.held else rank.held
-    there = size.blocks if rank.once else last
-    rest["gathered weights"] = width * (rank.root * (1 + rank.reference) + there)
+    # between ranks FSDP keeps a copy of the last block it gathered; where all stay, only before there are gradients
+    copy = width * size.of_blocks[max(0, rank.comes - 1)].parameters if rank.shards > 1 else 0
+    copy = copy if rank.comes else max(0, copy - always["gradients"])
+    rest["gathered weights"] = width * (rank.root * (1 + rank.reference) + rank.held) + copy
     if rank.alone and not rank.once:
         rest["gradients"] = 0
     kept = -(-(kept + 3 * size.width) // learner.context_parallel)

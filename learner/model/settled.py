@@ -10,7 +10,8 @@ from configs.critic import keeps_critic
 from configs.publishing import copies_over
 from configs.schema import Config, LearnerConfig
 from learner.algorithms.losses import needs_reference
-from learner.model.memory import SHARE, Estimate, budget_in, choose_gather, gathers, least_microbatch, sizes_of
+from learner.model.gather_choice import choose_gather, place_of
+from learner.model.memory import SHARE, Estimate, budget_in, least_microbatch, share_of_batch, sizes_of
 from learner.model.speed import choose, fastest_first
 
 
@@ -61,9 +62,12 @@ def settle_speed(config: Config, memory: int, patches: int) -> Config:
 def settle_gather(config: Config, memory: int, patches: int) -> Config:
     """As the learner's `decide_gather`: what every rank has room for."""
     sizes = shards_of(config.learner), memory, least_microbatch(config, patches), keeps_reference(config)
-    ways = gathers(len(sizes_of(config.model).of_blocks))
-    own = [choose_gather(config.model, config.learner, *sizes, sends, keeps_critic(config)) for sends in roles(config)]
-    return config.model_copy(update={"learner": min(own, key=lambda way: ways.index(way.gather))})
+    share, blocks = share_of_batch(config, patches), len(sizes_of(config.model).of_blocks)
+    own = [
+        choose_gather(config.model, config.learner, *sizes, sends, keeps_critic(config), share)
+        for sends in roles(config)
+    ]
+    return config.model_copy(update={"learner": min(own, key=lambda way: place_of(way.gather, blocks))})
 
 
 def roles(config: Config) -> list[int]:

@@ -315,7 +315,7 @@ def wholes(folder: Path, shapes: dict[str, list[int]], on: int, limits: list[int
 def decisions(folder: Path) -> None:
     """`learner.gather` of each rank for several run files, the second of which is rank 1's alone; `decisions.pt`."""
     rank, mesh, found = dist.get_rank(), make_mesh("cpu", 2), []
-    for learner in ({}, {"cpu_offload": rank == 1}, *({"gather": gather} for gather in world.GATHERS)):
+    for learner in ({}, {"cpu_offload": rank == 1}, *({"gather": gather} for gather in (*world.GATHERS, 100))):
         model = {"path": str(folder / "model"), "dtype": "float32"}
         given = {"data": {"train": "x"}, "reward": {"function": "x"}, "learner": learner | {"ranks": 2}}
         decided = decide_gather(Config(model=model, **given), torch.device("cpu"), mesh, 0).learner.gather

@@ -140,7 +140,7 @@ def gradients(case: GatherCase, model: ModelConfig, mesh, gather: str) -> dict[s
 def test_a_step_is_the_same(tmp_path: Path, mesh, name: str) -> None:
     case = CASES[name]
     model = case.model(tmp_path)
-    each, *others = (gradients(case, model, mesh, gather) for gather in GATHERS)
+    each, *others = (gradients(case, model, mesh, gather) for gather in ("pass", 1, "batch"))
     assert any(gradient.norm() > 0 for gradient in each.values())
     for other in others:
         assert each.keys() == other.keys()
@@ -243,7 +243,8 @@ def cases_on_ranks(folder: Path, names: Sequence[str]) -> Iterator[dict[str, Any
     "names",
     [
         pytest.param(("first pass", "adapter's base", "copies", "experts, bfloat16"), id="few"),
-        pytest.param([*SHARDS], id="all", marks=pytest.mark.long),
+        pytest.param([*SHARDS][:4], id="first", marks=pytest.mark.long),
+        pytest.param([*SHARDS][4:], id="others", marks=pytest.mark.long),
     ],
 )
 def test_ranks_gather_and_reduce_once(tmp_path: Path, mesh, names: Sequence[str]) -> None:
@@ -276,4 +277,5 @@ def test_ranks_decide_alike(tmp_path: Path, mesh) -> None:
     """All take what every rank has room for."""
     tiny_model(tmp_path / "model")
     world.together("decisions", 2, tmp_path)
-    assert torch.load(tmp_path / "decisions.pt") == [["batch"] * 2, ["pass"] * 2, *([gather] * 2 for gather in GATHERS)]
+    written = [[gather] * 2 for gather in (*GATHERS, 100)]
+    assert torch.load(tmp_path / "decisions.pt") == [["batch"] * 2, ["pass"] * 2, *written]
