@@ -1,6 +1,6 @@
-"""When FSDP gathers weights and reduces gradients, as `learner.gather` says: in each pass (`pass`), or at a batch's
-first and last pass (`batch`). With a number what lies outside of the blocks does the latter, and the last so many
-blocks stay gathered, while their gradients are reduced in each pass.
+"""When FSDP gathers weights and reduces gradients, as `learner.gather` says: in each pass (`pass`, or an undecided
+`auto`), or in a batch's first and last pass (`batch`). With a number, parameters outside of the blocks are gathered
+and reduced as with `batch`. The last so many blocks stay gathered too, but each backward pass reduces their gradients.
 """
 
 from collections.abc import Iterator, Sequence
@@ -28,7 +28,7 @@ class Gathering:
         self, module: nn.Module, gather: str | int, held: Sequence[nn.Module] = (), idle: Sequence[nn.Module] = ()
     ) -> None:
         assert isinstance(module, FSDPModule), "fully_shard makes it one"
-        self._module, self._gather = module, gather
+        self._module, self._gather = module, "pass" if gather == "auto" else gather
         self._parts = [module, *(part for part in held if isinstance(part, FSDPModule))]
         self._idle = [part for part in idle if isinstance(part, FSDPModule)]
         self._held = False

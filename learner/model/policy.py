@@ -105,8 +105,7 @@ class Policy(nn.Module):
         apart = learner.cpu_offload == "optimizer" and not frozen
         if apart:
             narrow(self.model, self.dtype)
-        undone = frozen or learner.gather == "auto"  # only a backward pass would end the others
-        gather = "pass" if undone else learner.gather
+        gather = "pass" if frozen else learner.gather  # only a backward pass would end the others
         held = blocks_held(self.model, gather)
         self._shard(learner.compile is True, offload, held)
         self.gathering = Gathering(self, gather, held, idle_modules(self.model))
