@@ -302,9 +302,8 @@ class _Rank:
         if self.once:
             given_up = sum(each.parameters for each in sizes[block + 1 :]) if last else 0
             return self.width * (root + self.held - given_up)
-        here = sizes[max(0, block - (self.shards > 1)) : block + 1]
-        coming = sum(each.parameters for each in here[: max(0, self.comes - block + len(here) - 1)])
-        return self.width * (root + self.held + coming)
+        here = sizes[max(0, block - (self.shards > 1)) : min(block + 1, self.comes)]
+        return self.width * (root + self.held + sum(each.parameters for each in here))
 
     def gradients(self, block: int, always: int, last: bool) -> int:
         """Bytes of gradients before this block's are reduced."""
