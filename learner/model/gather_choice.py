@@ -12,9 +12,9 @@ GATHERED_SHARE = 0.1
 """`gather: auto` takes at most this share of GPU memory. Where microbatches fill the GPU it takes so much of them, or
 twice as much if that leaves ENOUGH_TOKENS."""
 MORE_MICROBATCHES = 1.25
-"""So many times as many microbatches a batch may get by it."""
+"""A batch may get so many times as many microbatches."""
 WORTH = 0.5
-"""The time that gathering takes of what `pass` spends for each microbatch; the rest is for gradients."""
+"""Share of gathering in the time of a microbatch's exchanges with `pass`: a guess. The rest is for gradients."""
 
 
 def choose_gather(
@@ -61,7 +61,7 @@ def choose_gather(
 def _costs_little(
     least: Estimate, other: Estimate, learner: LearnerConfig, memory: int, tokens: int, share: int | None
 ) -> bool:
-    """Whether `other` leaves nearly the microbatches that `least`, of `gather: pass`, does."""
+    """Whether `other` leaves nearly as large microbatches as `least`, the estimate of `gather: pass`."""
     room = int(SHARE * memory)
     if learner.tokens_per_microbatch != "auto":
         more = other.total(tokens) - least.total(tokens)

@@ -91,8 +91,9 @@ class Sight:
         return given
 
     def positions(self, given: Tensor) -> Tensor:
-        """Those of the decoder's tokens. A row without images has as many as one with them, or blocks would be compiled
-        for both.
+        """Positions for the decoder: [4, tokens] for a tower with a grid, also in a row of text, [tokens] otherwise.
+
+        If rows of text had another shape, the compiler would compile each block for both.
         """
         return given.expand(4, -1) if given.dim() == 1 and isinstance(self.tower, GridTower) else given
 
