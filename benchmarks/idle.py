@@ -1,4 +1,4 @@
-"""For how long is the learner's GPU idle within a version, and while the CPU does what? What does it compute?
+"""For how long is the learner's GPU idle within a version, while the CPU does what, and which kernels does it run?
 
 `python -m benchmarks.idle` needs one GPU, `torchrun --nproc-per-node 2 -m benchmarks.idle --shape 7b` two, of which it
 shows rank 0's: whole versions without servers and buffer, at what `auto` takes for a run file without keys for speed.
@@ -178,7 +178,7 @@ def timed(learner: Learner, batches: Sequence[Part], versions: int) -> tuple[lis
 def traced(
     learner: Learner, batches: Sequence[Part], versions: int
 ) -> tuple[float, dict[str, float], dict[str, float]]:
-    """Seconds of one version, and of it of an idle GPU by what the CPU did, and of kernels by their kind."""
+    """Mean seconds of a version; of its idle GPU, by what the CPU did; of its kernels, by their kind."""
     from torch.profiler import ProfilerActivity
 
     with torch.profiler.profile(activities=[ProfilerActivity.CUDA]) as found:
@@ -240,7 +240,7 @@ def rows_of(args: argparse.Namespace, learner: Learner) -> list[ResultRow]:
 
 
 def measured(args: argparse.Namespace, gather: str) -> list[ResultRow]:
-    """The rows of one value of `learner.gather`, with all memory given up afterwards."""
+    """Measure one value of `learner.gather`, then free the memory for the next."""
     with tempfile.TemporaryDirectory() as folder:
         way = int(gather) if gather.isdigit() else gather
         learner = Learner(args.shape, Path(folder), args.groups, args.answer, way)

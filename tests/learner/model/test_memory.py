@@ -290,8 +290,8 @@ def test_auto_gathers_once_where_it_costs_a_tenth_at_most(tmp_path: Path, caplog
 
 @pytest.mark.parametrize("activation_checkpointing", ["none", "block"])
 def test_auto_microbatches_get_a_fifth_smaller_at_most(tmp_path: Path, activation_checkpointing: str) -> None:
-    """A tenth below 8,192 tokens. And the longest sample still fits: what is chosen is never refused where `pass` would
-    not be. Of all values that leave so much, the last is chosen, unless it loses more than it gains."""
+    """At most a tenth smaller if they then have fewer than 8,192 tokens. The longest sample still fits. `auto` chooses
+    the last value that leaves so much, or 0 if the share of blocks is less than twice the share of lost tokens."""
     model, keys = wide_model(tmp_path), {"activation_checkpointing": activation_checkpointing}
     learner = LEARNER.model_copy(update={"tokens_per_microbatch": "auto", **keys})
     ways = gathers(12)
