@@ -249,6 +249,7 @@ def measured(args: argparse.Namespace, gather: str) -> list[ResultRow]:
         finally:
             learner.sender.close()
             del learner
+            gc.unfreeze()  # the step exempted the learner's objects
             gc.collect()
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()

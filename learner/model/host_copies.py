@@ -57,7 +57,8 @@ def in_one_copy(tensors: Sequence[Tensor], device: torch.device) -> list[Tensor]
     host = torch.empty(ends[-1] if ends else 0, dtype=torch.uint8, pin_memory=device.type == "cuda")
     bytes_of = host.numpy()
     for x, begin in zip(tensors, begins, strict=False):
-        bytes_of[begin : begin + x.nbytes] = x.reshape(-1).view(torch.uint8).numpy()
+        flat = x.contiguous().as_strided((x.numel(),), (1,))  # of one element or none, a stride may be any number
+        bytes_of[begin : begin + x.nbytes] = flat.view(torch.uint8).numpy()
     there = host.to(device, non_blocking=True)
     spans = zip(tensors, begins, strict=False)
     return [there[begin : begin + x.nbytes].view(x.dtype).view(x.shape) for x, begin in spans]

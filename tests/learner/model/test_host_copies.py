@@ -24,6 +24,8 @@ def test_tensors_of_all_kinds_travel_in_one_copy() -> None:
         torch.tensor([True, False, True]),
         torch.zeros(0, dtype=torch.int32),
         torch.tensor(2.5),
+        torch.arange(8)[::8],  # a stride of 8
+        torch.zeros(0, dtype=torch.int64).as_strided((0,), (0,)),  # as NumPy returns where it finds nothing
         torch.arange(12, dtype=torch.float32).view(3, 4).t(),
         torch.arange(6, dtype=torch.bfloat16).view(1, 2, 3),
     ]
