@@ -2,10 +2,13 @@
 
 import multiprocessing
 import os
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from datetime import timedelta
+from multiprocessing.connection import wait
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, NamedTuple
@@ -229,12 +232,19 @@ def outcome(case: str, ranks: int, folder: Path, port: int = 0, **arguments: Any
                 process = FORKS.Process(target=main, args=(case, folder, arguments, environment, file))
                 process.start()
                 started.append(process)
-            for process in started:
-                process.join(600)
-            codes = [process.exitcode for process in started]
+            join(started)
+            assert any(p.exitcode for p in started) or not any(p.is_alive() for p in started), "a rank did not end"
         finally:  # also where pytest's own limit ends the wait: Python would wait for them at its end, for ever
             for process in started:
                 process.kill()
                 process.join()
-        assert None not in codes, "a rank did not end"
-        return [(code or 0, file.read_text()) for code, file in zip(codes, errors, strict=True)]
+        return [(process.exitcode or 0, file.read_text()) for process, file in zip(started, errors, strict=True)]
+
+
+def join(processes: Sequence[BaseProcess], limit_s: float = 600, others_s: float = 60) -> None:
+    """Wait until all ended. Once one has failed, wait at most `others_s` for those that wait for it."""
+    until = time.monotonic() + limit_s
+    while (alive := [process.sentinel for process in processes if process.is_alive()]) and time.monotonic() < until:
+        wait(alive, until - time.monotonic())
+        if any(process.exitcode for process in processes):
+            until = min(until, time.monotonic() + others_s)
