@@ -14,6 +14,9 @@ from configs.architecture import MUTUAL
 from learner.model.host_copies import sent
 from learner.model.idle_parts import sees
 
+STARTS = ("cu_seqlens", "cu_window_seqlens")
+"""Keys of a layout that blocks of a tower get."""
+
 
 class ImageBlocks(NamedTuple):
     """Images whose tokens see each other, and what is before them in their document.
@@ -107,7 +110,7 @@ class GridTower:
     def features(self, images: PackedImages) -> list[Tensor]:
         """Features of each token [tokens, width], then deeper ones."""
         patches = _normalised(images, self.frames)
-        found = self.tower(patches, grid_thw=images.grid, return_dict=True, **images.layout)
+        found = self.tower(patches, grid_thw=images.grid, return_dict=True, **_compiled_once(images.layout))
         return [found.pooler_output, *(getattr(found, "deepstack_features", None) or ())]
 
     def layout(self, grid: Tensor) -> dict[str, Any]:
@@ -155,7 +158,7 @@ class PooledTower:
         self.tower.encoder.config._attn_implementation_internal = attention
 
     def features(self, images: PackedImages) -> list[Tensor]:
-        layout, embeddings = images.layout, self.tower.embeddings
+        layout, embeddings = _compiled_once(images.layout), self.tower.embeddings
         embedded = _embedded(embeddings.patch_embedding, _normalised(images, 1))
         places = embeddings.position_embedding(layout["position_ids"])
         hidden = (embedded.unflatten(0, (-1, len(places))) + places).flatten(0, 1)[None]
@@ -177,6 +180,12 @@ class PooledTower:
         tokens = rows.reshape(high // self.merge, self.merge, wide // self.merge, self.merge).transpose(1, 2)
         starts = torch.arange(len(grid) + 1, dtype=torch.int32) * (high * wide)
         return {"position_ids": tokens.flatten(), "cu_seqlens": starts, "max_seqlen": high * wide}
+
+
+def _compiled_once(layout: dict[str, Any]) -> dict[str, Any]:
+    """Copy starts of images out of the row's buffer: the compiler tells tensors that begin their memory, as those of a
+    row without images do, from others."""
+    return {name: x.clone() if name in STARTS else x for name, x in layout.items()}
 
 
 def _normalised(images: PackedImages, frames: int) -> Tensor:

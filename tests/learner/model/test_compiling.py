@@ -14,8 +14,9 @@ from functorch.compile import make_boxed_func
 from torch._dynamo.utils import counters
 from torch._functorch.aot_autograd import aot_module_simplified
 
-from learner.model import attention, compiling
+from learner.model import attention, compiling, microbatch
 from learner.model.compiling import ROTATED, WIDTH, example, fits, rotate_tokens_first, tokens_first
+from learner.model.host_copies import in_one_copy
 from learner.model.kernels import joined
 from learner.model.loading import blocks
 from learner.train.batch import Batch
@@ -124,6 +125,7 @@ def test_rows_with_and_without_images_run_the_same_code(tmp_path: Path, mesh, mo
     adds to it: with one image, several or none, the first of a stack or a later one."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="eager"))
     monkeypatch.setattr(attention, "sdpa", as_on_gpus)
+    monkeypatch.setattr(microbatch, "sent", sent_as_to_gpus)
     torch._dynamo.reset()
     counters.clear()
     model = seeing_model(tmp_path, kind)
@@ -143,6 +145,14 @@ def test_rows_with_and_without_images_run_the_same_code(tmp_path: Path, mesh, mo
 def as_on_gpus(q, k, v, starts, longest, causal, scale, window):
     """One operator, where a CPU has torch's attention, which breaks the graph."""
     return joined.attention(q, k, v, starts, longest, None, (causal, scale, window, "plain"), None, None)
+
+
+def sent_as_to_gpus(row, device):
+    """All tensors in one buffer, where a CPU gets each by itself."""
+    tensors = []
+    row.mapped(lambda x: tensors.append(x) or x)
+    there = iter(in_one_copy(tensors, device))
+    return row.mapped(lambda _: next(there))
 
 
 @pytest.mark.long
