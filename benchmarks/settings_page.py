@@ -41,7 +41,7 @@ Sizes are Qwen2.5's. Prompts have at most {prompt} tokens, answers at most {answ
 - **Recomputation** is `learner.activation_checkpointing`; of "6 blocks" it is 6.
 - **Memory** is what rank 0 and each other rank take, with their copies for the servers, in GiB. Estimated; the peaks
   that were measured [below](#measured) are within 5 % of the estimate.
-- **Tokens/s** are sampled and trained tokens of the run. Estimated with an MFU of .46; .41 to .53 were measured.
+- **Tokens/s** are sampled and trained tokens of the run. Estimated with an MFU of .46; .41 to .57 were measured.
 - **Needs**: servers that keep the learner busy. If the row has more, give one of their GPUs to the learner.
 - Where the whole model does not fit, the row has what does: an adapter (`model.lora: {{rank: 32}}`), or servers of
   several GPUs (`rollout.tensor_parallel`).
