@@ -59,6 +59,7 @@ CASES = {
     "adapter": GatherCase("adapter"),
     "adapter's base": GatherCase("adapter", algorithm={"reference_kl": 0.5}),
     "reference": GatherCase(algorithm={"reference_kl": 0.5}),
+    "tower": GatherCase("seeing"),
     "frozen tower": GatherCase("seeing", freeze=["vision"]),
     "frozen": GatherCase("seeing", freeze=["vision", "projector"]),
     "experts": GatherCase("experts"),
@@ -76,7 +77,7 @@ FAST = (
     "idle tower",
 )
 """The cases of the fast tests."""
-HALF = ("adapter", "adapter's base", "frozen tower", "frozen", "experts")
+HALF = ("adapter", "adapter's base", "tower", "frozen tower", "frozen", "experts")
 CASES |= {f"{name}, bfloat16": replace(CASES[name], dtype=torch.bfloat16) for name in HALF}
 
 
@@ -225,7 +226,8 @@ def test_a_reference_gathers_for_each_pass(tmp_path: Path, mesh, gather: str | i
 
 
 SHARDS = {"text": 2, "first pass": 2, "adapter's base": 2, "frozen tower": 2, "experts": 2, "copies": 1,
-          "bfloat16": 2, "adapter's base, bfloat16": 2, "experts, bfloat16": 2}  # fmt: skip
+          "bfloat16": 2, "adapter's base, bfloat16": 2, "experts, bfloat16": 2,
+          "tower, bfloat16": 2}  # fmt: skip
 
 
 def cases_on_ranks(folder: Path, names: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -244,7 +246,8 @@ def cases_on_ranks(folder: Path, names: Sequence[str]) -> Iterator[dict[str, Any
     [
         pytest.param(("first pass", "adapter's base", "copies", "experts, bfloat16"), id="few"),
         pytest.param([*SHARDS][:4], id="first", marks=pytest.mark.long),
-        pytest.param([*SHARDS][4:], id="others", marks=pytest.mark.long),
+        pytest.param([*SHARDS][4:9], id="others", marks=pytest.mark.long),
+        pytest.param([*SHARDS][9:], id="tower", marks=pytest.mark.long),
     ],
 )
 def test_ranks_gather_and_reduce_once(tmp_path: Path, mesh, names: Sequence[str]) -> None:
