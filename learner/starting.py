@@ -19,7 +19,15 @@ from learner.mesh import on_every_rank, ranks_of_node, shards
 from learner.model import attention, float8, loading, speed, state
 from learner.model.experts.mixture import check_experts
 from learner.model.gather_choice import choose_gather, gathers, place_of
-from learner.model.memory import Estimate, gpu_memory, least_microbatch, memory_budget, share_of_batch, sizes_of
+from learner.model.memory import (
+    Estimate,
+    gpu_memory,
+    is_single,
+    least_microbatch,
+    memory_budget,
+    share_of_batch,
+    sizes_of,
+)
 from learner.model.settled import keeps_reference
 from learner.train import collectives
 
@@ -93,7 +101,8 @@ def decide_gather(config: Config, device: torch.device, mesh: DeviceMesh, patche
     sends = copies_over(config, shards(mesh), mesh.get_rank())
     sizes = shards(mesh), gpu_memory(device), tokens, reference, sends, keeps_critic(config)
     share, blocks = share_of_batch(config, patches), len(sizes_of(config.model).of_blocks)
-    own = on_every_rank(partial(choose_gather, config.model, config.learner, *sizes, share))
+    single = all_single(config, device, mesh, reference, sends, patches)
+    own = on_every_rank(partial(choose_gather, config.model, config.learner, *sizes, share, single))
     place = place_of(own.gather, blocks)
     (least,) = collectives.all_reduce_max(-place)
     if -least < place:
@@ -103,12 +112,22 @@ def decide_gather(config: Config, device: torch.device, mesh: DeviceMesh, patche
     return config.model_copy(update={"learner": own})
 
 
+def all_single(
+    config: Config, device: torch.device, mesh: DeviceMesh, reference: bool, sends: int, patches: int
+) -> bool:
+    """Whether a batch is one microbatch on every rank. A collective. Raises ConfigError, on every rank."""
+    sizes = config, gpu_memory(device), shards(mesh), reference, sends, patches
+    (several,) = collectives.all_reduce_max(not on_every_rank(partial(is_single, *sizes)))
+    return not several
+
+
 def decide_budget(
     config: Config, device: torch.device, mesh: DeviceMesh, reference: bool, sends: int, patches: int
 ) -> tuple[Estimate, int]:
     """Estimate this rank's memory, and decide the tokens of every rank's microbatches: as many as all have room for.
     Raises ConfigError, on every rank. A collective."""
-    given = config, device, shards(mesh), reference, sends, patches
+    single = all_single(config, device, mesh, reference, sends, patches)
+    given = config, device, shards(mesh), reference, sends, patches, single
     expected, own = on_every_rank(partial(memory_budget, *given))
     (least,) = collectives.all_reduce_max(-own)
     budget = int(-least)

@@ -15,7 +15,7 @@ MORE_MICROBATCHES = 1.25
 """A batch may get so many times as many microbatches."""
 WORTH = 0.5
 """Share of gathering in the time of a microbatch's exchanges with `pass`; the rest is for gradients. Of 7B on two H200s
-.42 of the exchanges' kernels gather (`python -m benchmarks.idle --gather 0,16`), and casts and copies come with them."""
+.42 of the exchanges' kernels gather (`python -m benchmarks.idle --gather 0,16`); casts and copies come with them."""
 
 
 def choose_gather(
@@ -28,8 +28,10 @@ def choose_gather(
     sends: int = 0,
     critic: bool = False,
     share: int | None = None,
+    single: bool = False,
 ) -> LearnerConfig:
-    """Decide `gather: auto`, for microbatches of at least `tokens`. `share`: of `share_of_batch`."""
+    """Decide `gather: auto`, for microbatches of at least `tokens`. `share`: of `share_of_batch`. `single`: a batch is
+    one microbatch on all ranks (`is_single`)."""
     if learner.gather != "auto":
         return learner
     blocks = len(sizes_of(model).of_blocks)
@@ -42,11 +44,8 @@ def choose_gather(
     def too_much(way: int) -> bool:
         return way > 0 and memory is not None and not _costs_little(of(0), of(way), learner, memory, tokens, share)
 
-    single = False
-    if memory is not None and share is not None and learner.tokens_per_microbatch == "auto":
-        alone = estimate(model, ways[0], shards, reference, sends, critic, alone=True)
-        single = alone.fit(int(SHARE * memory)) >= share
-    never = learner.cpu_offload is True or single  # a batch of one microbatch gathers once as it is
+    once = single and learner.tokens_per_microbatch == "auto"  # what stays gathered would be for nothing
+    never = learner.cpu_offload is True or once
     taken = 0 if never else bisect_left(range(len(ways)), True, key=too_much) - 1
     if memory is not None and learner.tokens_per_microbatch == "auto" and 1 < taken < len(ways) - 1:
         full, left = (of(way).fit(int(SHARE * memory)) for way in (0, taken))

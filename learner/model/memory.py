@@ -116,11 +116,32 @@ def least_microbatch(config: Config, patches: int = 0) -> int:
     return max(sample, -(-patches // PATCHES_PER_TOKEN), 0 if wanted == "auto" else wanted)
 
 
+def is_single(
+    config: Config, available: int | None, shards: int, reference: bool, sends: int, patches: int = 0
+) -> bool:
+    """Whether a rank has room for its part of a batch in one microbatch. `available`: bytes, None on CPU.
+
+    If all ranks have it, gradients come while activations go. `learner.gather: auto` counts as `pass`.
+    """
+    if available is None or keeps_critic(config) or patches or config.data.demonstrations:
+        return False
+    room = config.learner.tokens_per_microbatch
+    if room == "auto":
+        room = estimate(config.model, config.learner, shards, reference, sends, alone=True).fit(int(SHARE * available))
+    return share_of_batch(config) <= room
+
+
 def memory_budget(
-    config: Config, device: torch.device, shards: int, reference: bool, sends: int, patches: int = 0
+    config: Config,
+    device: torch.device,
+    shards: int,
+    reference: bool,
+    sends: int,
+    patches: int = 0,
+    single: bool = False,
 ) -> tuple[Estimate, int]:
     """`budget_in`, and a check of the host's memory."""
-    expected, budget = budget_in(config, gpu_memory(device), shards, reference, sends, patches)
+    expected, budget = budget_in(config, gpu_memory(device), shards, reference, sends, patches, single)
     if device.type == "cuda":
         ranks = ranks_of_node(config.learner, config.learner.ranks, os.environ)
         check_host(
@@ -130,18 +151,20 @@ def memory_budget(
 
 
 def budget_in(
-    config: Config, available: int | None, shards: int, reference: bool, sends: int, patches: int = 0
+    config: Config,
+    available: int | None,
+    shards: int,
+    reference: bool,
+    sends: int,
+    patches: int = 0,
+    single: bool = False,
 ) -> tuple[Estimate, int]:
-    """Estimate a rank's memory and its microbatches' tokens. `available`: bytes, None on CPU. Raises ConfigError if the
-    GPU is too small.
+    """Estimate a rank's memory and its microbatches' tokens. `available`: bytes, None on CPU. `single`: on all ranks
+    (`is_single`). Raises ConfigError if the GPU is too small.
     """
     wanted, least = config.learner.tokens_per_microbatch, least_microbatch(config, patches)
     sizes = config.model, config.learner, shards, reference, sends, keeps_critic(config)
-    expected, share = estimate(*sizes), share_of_batch(config, patches)
-    if available is not None and not (keeps_critic(config) or patches or config.data.demonstrations):
-        single = estimate(*sizes, alone=True)
-        room = single.fit(int(SHARE * available)) if wanted == "auto" else wanted
-        expected = single if share <= room else expected
+    expected, share = estimate(*sizes, alone=single), share_of_batch(config, patches)
     if available is None:
         return expected, max(AUTO_TOKENS_ON_CPU, least) if wanted == "auto" else wanted
     budget = min(expected.fit(int(SHARE * available)), share) if wanted == "auto" else wanted

@@ -11,7 +11,7 @@ from configs.publishing import copies_over
 from configs.schema import Config, LearnerConfig
 from learner.algorithms.losses import needs_reference
 from learner.model.gather_choice import choose_gather, place_of
-from learner.model.memory import SHARE, Estimate, budget_in, least_microbatch, share_of_batch, sizes_of
+from learner.model.memory import SHARE, Estimate, budget_in, is_single, least_microbatch, share_of_batch, sizes_of
 from learner.model.speed import choose, fastest_first
 
 
@@ -45,8 +45,10 @@ def settle(config: Config, memory: int, patches: int = 0) -> Settled:
     """Decide what is `auto` for GPUs with `memory` bytes. Raises ConfigError if a GPU is too small."""
     config = settle_gather(settle_speed(config, memory, patches), memory, patches)
     shards, reference, least = shards_of(config.learner), keeps_reference(config), least_microbatch(config, patches)
+    single = all_single(config, memory, patches)
     first, *others = (
-        RankMemory(*budget_in(config, memory, shards, reference, sends, patches), least) for sends in roles(config)
+        RankMemory(*budget_in(config, memory, shards, reference, sends, patches, single), least)
+        for sends in roles(config)
     )
     return Settled(config.learner, first, others[0] if others else None)
 
@@ -63,11 +65,18 @@ def settle_gather(config: Config, memory: int, patches: int) -> Config:
     """As the learner's `decide_gather`: what every rank has room for."""
     sizes = shards_of(config.learner), memory, least_microbatch(config, patches), keeps_reference(config)
     share, blocks = share_of_batch(config, patches), len(sizes_of(config.model).of_blocks)
+    of_batch = share, all_single(config, memory, patches)
     own = [
-        choose_gather(config.model, config.learner, *sizes, sends, keeps_critic(config), share)
+        choose_gather(config.model, config.learner, *sizes, sends, keeps_critic(config), *of_batch)
         for sends in roles(config)
     ]
     return config.model_copy(update={"learner": min(own, key=lambda way: place_of(way.gather, blocks))})
+
+
+def all_single(config: Config, memory: int, patches: int) -> bool:
+    """Whether a batch is one microbatch on every rank."""
+    sizes = memory, shards_of(config.learner), keeps_reference(config)
+    return all(is_single(config, *sizes, sends, patches) for sends in roles(config))
 
 
 def roles(config: Config) -> list[int]:

@@ -318,11 +318,11 @@ def test_auto_does_not_split_a_batch_into_many_more_microbatches(tmp_path: Path)
     size = 3 * sizes.total(0)
     full = sizes.fit(int(memory.SHARE * size))
 
-    def tokens(share: int | None) -> int:
-        gather = choose_gather(model, learner, 2, size, 0, share=share).gather
+    def tokens(share: int | None, single: bool = False) -> int:
+        gather = choose_gather(model, learner, 2, size, 0, share=share, single=single).gather
         return estimate(model, learner.model_copy(update={"gather": gather}), 2).fit(int(memory.SHARE * size))
 
-    assert tokens(None) < full and tokens(full) == full, "one microbatch"
+    assert tokens(None) < full and tokens(full, single=True) == full, "one microbatch"
     assert tokens(2 * full) == full, "two, not three"
     assert full > tokens(8 * full) >= 0.8 * full
 

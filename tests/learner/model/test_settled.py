@@ -4,9 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from configs.schema import AlgorithmConfig, Config, WeightsConfig
-from learner.model.memory import GIB, SHARE, budget_in, estimate
-from learner.model.settled import roles, settle, settle_speed, shards_of
+from configs.schema import AlgorithmConfig, BatchConfig, Config, WeightsConfig
+from learner.model.memory import GIB, SHARE, budget_in, estimate, is_single
+from learner.model.settled import roles, settle, settle_gather, settle_speed, shards_of
 from learner.model.speed import fastest_first
 from learner.starting import decide_speed
 from tests.learner.model.test_memory import wide_model
@@ -49,6 +49,22 @@ def test_all_ranks_take_what_fits_rank_0(tmp_path: Path) -> None:
     assert settled.learner.activation_checkpointing == 1, "of its blocks"
     assert settled.others and settled.others.tokens > settled.first.tokens
     assert settled.first.total > settled.others.estimate.total(settled.first.tokens)
+
+
+def test_all_ranks_gather_as_one_that_needs_several_microbatches(tmp_path: Path) -> None:
+    """The last rank has no copies for servers, so it has room for its part in one microbatch. Rank 0 has not."""
+    config = config_of(tmp_path, ranks=2, compile=False, activation_checkpointing="block", head_chunk_tokens=1024)
+    config = config.model_copy(update={"batch": BatchConfig(groups=16, samples=8)})
+    config = config.model_copy(update={"weights": WeightsConfig(publish="gather")})
+
+    def singles(memory: int) -> list[bool]:
+        return [is_single(config, memory, 2, False, sends) for sends in roles(config)]
+
+    memory = next(size for size in range(GIB // 8, 8 * GIB, GIB // 64) if singles(size) == [False, True])
+    assert settle_gather(config, memory, 0).learner.gather != "pass"
+    whole = next(size for size in range(memory, 8 * GIB, GIB // 64) if singles(size) == [True, True])
+    assert settle_gather(config, whole, 0).learner.gather == "pass"
+    assert settle(config, whole).first.tokens == settle(config, whole).others.tokens == 64 * 256
 
 
 def test_a_critic_takes_its_room_here_as_it_does_there(tmp_path: Path, mesh) -> None:
