@@ -224,6 +224,20 @@ def test_a_model_that_keeps_less_of_a_token_is_not_estimated(model: Path, shape:
     assert kept(sized(model, GIVEN, **shape)).startswith(f"not known, because model.path {model} tells nothing")
 
 
+def test_without_weights_the_kv_cache_is_not_known(model: Path) -> None:
+    run = sized(model, GIVEN)
+    for file in model.glob("*.safetensors"):
+        file.unlink()
+    assert kept(run) == f"not known, because no weights of {model} are here"
+
+
+def test_facts_of_a_folder_are_read_once_and_again_when_it_changes(model: Path) -> None:
+    facts = model_facts(str(model))
+    assert model_facts(str(model)) is facts and facts.heads == 6
+    (model / "config.json").write_text(json.dumps({"num_attention_heads": 12}))
+    assert model_facts(str(model)).heads == 12
+
+
 def test_the_kv_cache_by_the_gpu_of_this_machine(model: Path) -> None:
     run = sized(model, "rollout.engine.gpu_memory_utilization=0.5")
     said = kept(run, gpu_bytes=2 * 10**9)
