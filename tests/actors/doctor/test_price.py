@@ -1,6 +1,7 @@
 """The forecast of a run: beside what was measured, for the shipped run files, and in words for users."""
 
 import json
+import os
 import re
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from benchmarks.memory.combinations import COMBINATIONS
 from benchmarks.memory.training import run_file_of
 from benchmarks.weights.shapes import folder_of
 from configs.__main__ import main
+from configs.checks import check
 from configs.flow.cards import CARDS, MIB, card_named, card_of
 from configs.flow.decoding import ServedModel, step_time
 from configs.load import ConfigError, dump, load
@@ -225,6 +227,13 @@ def test_rank_0_of_eight_gpus_by_part(folders: dict[str, str]) -> None:
     assert "set log.price_per_gpu_hour for the cost" in text
 
 
+def test_on_several_nodes_the_ranks_that_hold_copies_are_named(folders: dict[str, str]) -> None:
+    argv = [str(ROOT / "configs/eight_gpus.yaml"), "--learner.ranks=8", "--learner.nodes=2", "--weights.publish=rows"]
+    config = load([*argv, f"--model.path={folders['1.5B']}"])
+    text = "\n".join(judge_price(config, CARDS["H100"]).facts)
+    assert re.search(r"^memory of each of ranks 0 to 3: .* copies to send", text, re.M)
+
+
 def test_the_cost_follows_from_the_price(folders: dict[str, str]) -> None:
     found = forecast_of("H100", folders["7B"], str(ROOT / "configs/eight_gpus.yaml"), "--log.price_per_gpu_hour=2.5")
     text = "\n".join(judge_price(found.config, found.card).facts)
@@ -286,6 +295,34 @@ def test_what_does_not_fit_is_refused_with_what_fits(
     refused = judge_price(config, CARDS[card]).refused
     assert refused and "\n" not in refused[0]
     assert all(any(word in line for line in refused) for word in said), refused
+
+
+@pytest.mark.parametrize(
+    ("card", "changes"),
+    long_but(
+        [
+            ("H100", ("--learner.ranks=4", "--learner.gather=batch")),
+            ("H100", ("--learner.ranks=1", "--batch.groups=1", "--batch.samples=2")),
+            ("H100", ("--learner.ranks=4", "--learner.tokens_per_microbatch=1000000")),
+            ("H100", ("--learner.ranks=2", "--learner.tokens_per_microbatch=4096", "--learner.gather=batch")),
+            ("H100", ("--learner.ranks=2", "--algorithm.advantage=gae")),
+        ],
+        0,
+        1,
+    ),
+)
+def test_each_change_that_is_said_to_fit_is_valid_and_fits(
+    card: str, changes: tuple[str, ...], folders: dict[str, str]
+) -> None:
+    argv = [str(ROOT / "configs/two_gpus.yaml"), f"--model.path={folders['7B']}", *changes]
+    refused = "\n".join(judge_price(load(argv), CARDS[card]).refused)
+    (found,) = re.findall("these fit: (.*)", refused)
+    for change in found.split("; or "):
+        larger, keys = re.search(r"--gpu (\S+)", change), re.findall(r"([a-z_]+\.[a-z_]+): ({.*?}|[^\s,]+)", change)
+        changed = load([*argv, *(f"--{key}={value}" for key, value in keys)])
+        check(changed, files=())
+        assert forecast(changed, CARDS[larger[1] if larger else card]).settled, change
+    assert "A100" not in found, "it has no more memory than an H100"
 
 
 def test_a_server_without_room_for_one_sample_is_refused(folders: dict[str, str]) -> None:
@@ -353,9 +390,9 @@ def test_a_model_that_cannot_be_read_has_no_price(tmp_path: Path) -> None:
     assert line.startswith("GPU memory, speed and cost: not known, because of model.path: ")
 
 
-def running(config: Config, *flags: str) -> Iterator[str]:
-    command = [sys.executable, "-m", "actors.doctor.price", *flags]
-    done = subprocess.run(command, input=dump(config), capture_output=True, text=True, cwd=ROOT)
+def running(config: Config, *flags: str, **variables: str) -> Iterator[str]:
+    command, environment = [sys.executable, "-m", "actors.doctor.price", *flags], os.environ | variables
+    done = subprocess.run(command, input=dump(config), capture_output=True, text=True, cwd=ROOT, env=environment)
     yield from (str(done.returncode), done.stdout, done.stderr)
 
 
