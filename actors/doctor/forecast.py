@@ -8,7 +8,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import islice
 from math import ceil
+from pathlib import Path
 from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
 
 from actors.doctor.run_file import gpus_needed
 from buffer.data.images import ImageFormat
@@ -111,14 +114,20 @@ def forecast(config: Config, card: Card, patches: int = 0) -> Forecast:
         small = isinstance(error, GpuTooSmall)
         fit = f"; on {card.name} {fitting(config, card, patches)}" if small else ""
         wrong += [f"{line}{fit}" for line in error.problems]
-    sizes = sizes_of(config.model)
-    parameters = facts_of(config.model).parameters or sizes.parameters
+    served = _with(config, model={"path": folder_of(config.model.path)})
+    parameters = facts_of(served.model).parameters or sizes_of(config.model).parameters
     weights = parameters * BYTES[config.model.dtype] // config.rollout.tensor_parallel
-    room = kv_room(config, card.total, f"such as {card.name}", parameters)
-    wrong += server_misfit(config, card, weights, room)
+    room = kv_room(served, card.total, f"such as {card.name}", parameters)
+    wrong += server_misfit(served, card, weights, room)
     if wrong:
         raise ConfigError(wrong)
-    return Forecast(config, card, settled, weights, room, speed_of(config, card, settled, room))
+    return Forecast(config, card, settled, weights, room, speed_of(served, card, settled, room))
+
+
+def folder_of(path: str) -> str:
+    """The folder of a model that has a hub name, once its config.json has been read; else `path`."""
+    found = None if Path(path).is_dir() else try_to_load_from_cache(path, "config.json")
+    return str(Path(found).parent) if isinstance(found, str) else path
 
 
 def patches_of(config: Config) -> int:

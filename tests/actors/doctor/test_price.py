@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -403,3 +404,16 @@ def test_the_process_judges_what_it_gets(folders: dict[str, str]) -> None:
     assert code == "0" and re.search(r"^memory of the learner: [\d.]+ GiB = ", out, re.M)
     code, out, error = running(config, "--gpu", "4090")
     assert code == "2" and not out and "these fit: " in error
+
+
+@pytest.mark.long
+def test_a_model_with_a_hub_name_has_a_speed_too(folders: dict[str, str], tmp_path: Path) -> None:
+    cached = tmp_path / "hub/models--some--model"
+    shutil.copytree(folders["1.5B"], cached / "snapshots/abc")
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text("abc")
+    hub = {"HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    given = [str(ROOT / "configs/two_gpus.yaml"), "--log.price_per_gpu_hour=2"]
+    named, foldered = ([*given, f"--model.path={path}"] for path in ("some/model", folders["1.5B"]))
+    _, out, error = running(load(named), "--gpu", "H100", **hub)
+    assert out.splitlines() == judge_price(load(foldered), CARDS["H100"]).facts, error
