@@ -452,7 +452,11 @@ def test_auto_gathers_what_the_files_may_hold_in_another_form(tmp_path: Path, gi
     (tmp_path / "config.json").write_text(json.dumps(given))
     run = config(f"model.path={tmp_path}", "learner.ranks=2")
     assert not publishes_rows(run, 2) and copies_over(run, 2, 1) == 0
-    assert choice(run, 2).startswith("weights.publish: auto takes gather: the model's files may hold weights in anoth")
+    assert choice(run, 2) == "weights.publish: auto takes gather: the model's files may hold weights in another form"
+    for path in ("Qwen/Qwen2.5-7B-Instruct", str(tmp_path)):
+        (tmp_path / "model.safetensors").unlink(missing_ok=True)
+        unknown = choice(config(f"model.path={path}", "learner.ranks=2"), 2)
+        assert f"auto takes gather: no weights of {path} are here, so its size is not known; set rows for" in unknown
 
 
 def test_rows_are_refused_where_only_rank_0_can_publish() -> None:

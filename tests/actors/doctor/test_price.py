@@ -223,6 +223,7 @@ def test_rank_0_of_eight_gpus_by_part(folders: dict[str, str]) -> None:
     assert "28.4 copies to send + 14.2 optimizer + 7.1 weights + 7.1 gradients" in found.settled.first.describe()
     assert found.settled.others and "copies" not in found.settled.others.describe()
     text = "\n".join(judge_price(found.config, found.card).facts)
+    assert "weights.publish: auto takes gather: no weights of " in text
     for part in ("memory of rank 0: ", "memory of each other rank: ", "memory of a server's GPU: 15.2 GB of weights"):
         assert part in text
     assert "set log.price_per_gpu_hour for the cost" in text
