@@ -35,6 +35,8 @@ from learner.train.pictures import max_sample_patches
 
 MFU = 0.46
 """A compiled learner's share of a card's peak, without recomputing: measured .41 (1.5B, H100) to .53 (7B, H200)."""
+EXPERTS_MFU = 0.31
+"""The same with a mixture of experts, by its active ones (`benchmarks/results/experts.json`)."""
 ADAPTER_SPEED = 0.67
 """Measured with 7B, rank 32, 128 sequences (`benchmarks/results/adapters.json`)."""
 SQUARES = 1.5
@@ -82,7 +84,7 @@ class Forecast:
     """Bytes on a server's GPU."""
     room: KvRoom
     speed: Speed | None
-    """None without the card's FLOP/s, or with cpu_offload."""
+    """None without the card's FLOP/s, with cpu_offload or in float32."""
 
     @property
     def gpus(self) -> int:
@@ -213,6 +215,8 @@ def speed_of(config: Config, card: Card, settled: Settled, room: KvRoom) -> Spee
     facts = facts_of(config.model)
     if not (card.peak and card.bandwidth and facts.kv_numbers) or settled.learner.cpu_offload:
         return None
+    if config.model.dtype != "bfloat16":
+        return None
     train_s = train_seconds(config, card.peak, settled)
     most = max(1, min(most_running(config), room.sequences or most_running(config)))
     step = server_step(config, card.peak, card.bandwidth, facts.kv_numbers)
@@ -239,7 +243,8 @@ def train_seconds(config: Config, peak: float, settled: Settled) -> float:
     if keeps_critic(config):  # a judging pass, then its steps; a value head costs nothing
         flops += costs.total(tokens, 0, squares) * (1 / 3 + config.algorithm.critic.updates)
     each = flops * speed.step_time(settled.learner, len(sizes_of(config.model).of_blocks))
-    return each / (settled.learner.ranks * peak * MFU)
+    mfu = EXPERTS_MFU if facts_of(config.model).experts else MFU
+    return each / (settled.learner.ranks * peak * mfu)
 
 
 def server_step(config: Config, peak: float, bandwidth: float, kv_numbers: int) -> StepTime:

@@ -107,6 +107,7 @@ def _speed(found: "Forecast", answer: float) -> Iterator[str]:
     config, speed, seconds = found.config, found.speed, found.seconds
     if speed is None or seconds is None:
         why = "with learner.cpu_offload" if config.learner.cpu_offload else f"of {found.card.name} with this model"
+        why = why if config.model.dtype == "bfloat16" else f"with model.dtype: {config.model.dtype}"
         yield f"speed and cost: not estimated, because no speed {why} is known"
         return
     sampled = f"{speed.sampled:,.0f} sampled tokens, {speed.tokens_per_s:,.0f} a second"

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from actors.doctor.findings import main as doctor_main
-from actors.doctor.forecast import MFU, Forecast, forecast, patches_of
+from actors.doctor.forecast import MFU, Forecast, forecast, mean_answer, patches_of
 from actors.doctor.price import judge_price
 from benchmarks.memory.combinations import COMBINATIONS
 from benchmarks.memory.training import run_file_of
@@ -22,6 +22,7 @@ from configs.__main__ import main
 from configs.checks import check
 from configs.flow.cards import CARDS, MIB, card_named, card_of
 from configs.flow.decoding import ServedModel, step_time
+from configs.flow.sequences import MEAN_SHARE
 from configs.load import ConfigError, dump, load
 from configs.schema import Config, LearnerConfig, LoraConfig, ModelConfig
 from learner.model.flops import peak
@@ -242,6 +243,21 @@ def test_the_cost_follows_from_the_price(folders: dict[str, str]) -> None:
     hours = (found.seconds or 0) / 3600 * 8
     assert found.gpus == 8
     assert f"on 8 GPUs {hours:,.1f} GPU hours; costs {2.5 * hours:,.2f} at 2.5 an hour" in text
+
+
+def test_a_mixture_s_step_is_within_20_percent_of_what_was_measured(folders: dict[str, str]) -> None:
+    argv = [str(ROOT / "configs/two_gpus.yaml"), "--learner.share_prompts=false", "--learner.compile=true"]
+    found = forecast_of("H200", folders["30B-A3B, 8 layers"], *argv)
+    batch, answer = found.config.batch, mean_answer(found.config)
+    tokens = batch.groups * batch.samples * (answer + MEAN_SHARE * found.config.data.max_prompt_tokens)
+    assert found.speed and found.settled.learner.activation_checkpointing == "none"
+    assert tokens / found.speed.train_s == pytest.approx(measured("experts", "ours-compiled: tokens/s"), rel=0.2)
+
+
+def test_no_speed_is_known_in_float32(folders: dict[str, str]) -> None:
+    config = load([str(ROOT / "configs/two_gpus.yaml"), f"--model.path={folders['1.5B']}", "--model.dtype=float32"])
+    *_, line = judge_price(config, CARDS["H100"]).facts
+    assert line == "speed and cost: not estimated, because no speed with model.dtype: float32 is known"
 
 
 def test_servers_that_keep_the_learner_busy(folders: dict[str, str]) -> None:
