@@ -175,7 +175,9 @@ def measured() -> str:
 def run_file() -> str:
     """The whole run file of 7B on eight H100s."""
     text = RUN_FILE.read_text(encoding="utf-8").rstrip()
-    what = "`configs/eight_gpus.yaml`, whole: four GPUs learn, four serve. `auto` takes what the row 7B, 4 + 4 shows."
+    what = "`configs/eight_gpus.yaml`, whole: four GPUs learn, four serve. `auto` takes what the row 7B, 4 + 4 shows\n"
+    what += "if `model.path` is a folder with weights. With a hub's name their size is not known in time: "
+    what += "add `weights: {publish: rows}`."
     return f"## 7B on 8 H100s\n\n{what}\n\n```yaml\n{text}\n```\n"
 
 

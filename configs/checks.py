@@ -354,9 +354,11 @@ def _devices(config: Config) -> Iterator[str]:
             yield f"{key} needs a GPU, but learner.device is cpu; set learner.attention: auto"
         if config.model.dtype == "float32":
             yield f"{key} computes in bfloat16, but model.dtype is float32; set learner.attention: sdpa"
-    heads = model_facts(model).heads
-    if heads is not None and heads % parallel:
-        yield f"rollout.tensor_parallel: {parallel} does not divide the {heads} attention heads of {model}; lower it"
+    facts = model_facts(model)
+    heads, keys = facts.heads or 0, facts.kv_heads or facts.heads or 0
+    if problem := context_parallel.why_not(heads, keys, parallel):
+        lower = next(n for n in range(parallel - 1, 0, -1) if not context_parallel.why_not(heads, keys, n))
+        yield f"rollout.tensor_parallel: {problem} of {model}; set it to {lower}"
 
 
 def _engine(config: Config) -> Iterator[str]:

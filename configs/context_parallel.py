@@ -32,9 +32,9 @@ def contradictions(config: Config) -> Iterator[str]:
 
 
 def why_not(queries: int, keys: int, size: int) -> str:
-    """Why `size` ranks cannot share the heads; "" if they can."""
+    """Why `size` ranks cannot share the heads; "" if they can. vLLM has the same rule for the GPUs of a server."""
     if queries % size:
         return f"{size} does not divide the {queries} attention heads"
     if keys % size and size % keys:
-        return f"{size} ranks and {keys} heads of keys and values do not divide each other"
+        return f"{size} is neither a divisor nor a multiple of the {keys} heads of keys and values"
     return ""

@@ -5,6 +5,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -106,12 +107,22 @@ class ModelFacts:
 def model_facts(path: str, text_alone: bool = False) -> ModelFacts:
     folder = Path(path)
     try:
-        if not all(file.is_file() for file in (folder / "config.json", *weight_files(folder))):  # a pipe would not end
+        files = (folder / "config.json", *weight_files(folder))
+        if not all(file.is_file() for file in files):  # a pipe would not end
             return ModelFacts()
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-        every = [one for file in weight_files(folder) for one in header_of(file).shapes.items()]
+        stats = [(file, file.stat()) for file in files]
+        return _read(text_alone, tuple((file, stat.st_ino, stat.st_size, stat.st_mtime_ns) for file, stat in stats))
     except (OSError, ValueError, RecursionError):
         return ModelFacts()
+
+
+@lru_cache(maxsize=16)
+def _read(text_alone: bool, files: tuple[tuple[Path, int, int, int], ...]) -> ModelFacts:
+    """`files`: config.json and the weights, each with what changes when it is written. A mixture has 19,000 tensors,
+    and an estimate asks a hundred times. Raises OSError, ValueError, RecursionError."""
+    file, *weights = (file for file, *_ in files)
+    config = json.loads(file.read_text(encoding="utf-8"))
+    every = [one for file in weights for one in header_of(file).shapes.items()]
     if not isinstance(config, dict):
         return ModelFacts()
     kind, refused, text = config.get("model_type"), tuple(unsupported(config, served=False)), text_config(config)

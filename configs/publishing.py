@@ -50,8 +50,11 @@ def choice(config: Config, shards: int) -> str:
     if publishes_rows(config, shards):
         return f"weights.publish: auto takes rows: each of {shards} ranks holds its share of the copies for the servers"
     why = "one rank has the whole model" if shards == 1 else _rank_0_alone(config, shards)
+    if not why and facts_of(config.model).parameters is None:
+        why = f"no weights of {config.model.path} are here, so its size is not known"
+        why += "; set rows for a Llama, Qwen2, Qwen3 or Qwen3-MoE"
     if not why and not _plain(config):
-        why = "the model's files may hold weights in another form, or their size is unknown"
+        why = "the model's files may hold weights in another form"
     return f"weights.publish: auto takes gather: {why or 'the copies are small'}"
 
 

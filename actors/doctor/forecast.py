@@ -6,12 +6,17 @@ and MFU, a server's by `configs/flow/decoding.py`, both together by the simulati
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import islice
 from math import ceil
+from pathlib import Path
 from typing import Any
+
+from huggingface_hub import try_to_load_from_cache
 
 from actors.doctor.run_file import gpus_needed
 from buffer.data.images import ImageFormat
-from configs.checks import max_sample_tokens
+from configs.checks import check, max_sample_tokens
+from configs.context_parallel import why_not
 from configs.critic import keeps_critic
 from configs.flow.cards import CARDS, Card
 from configs.flow.decoding import ServedModel, StepTime, step_time
@@ -24,12 +29,14 @@ from configs.schema import Config
 from learner.algorithms.losses import needs_first_pass, needs_reference
 from learner.model import speed
 from learner.model.loading import read_config
-from learner.model.memory import SHARE, sizes_of
+from learner.model.memory import SHARE, GpuTooSmall, sizes_of
 from learner.model.settled import Settled, settle
 from learner.train.pictures import max_sample_patches
 
 MFU = 0.46
 """A compiled learner's share of a card's peak, without recomputing: measured .41 (1.5B, H100) to .53 (7B, H200)."""
+EXPERTS_MFU = 0.31
+"""The same with a mixture of experts, by its active ones (`benchmarks/results/experts.json`)."""
 ADAPTER_SPEED = 0.67
 """Measured with 7B, rank 32, 128 sequences (`benchmarks/results/adapters.json`)."""
 SQUARES = 1.5
@@ -39,6 +46,8 @@ START_S = 100
 FREED = ("tokens_per_microbatch", "activation_checkpointing", "gather", "head_chunk_tokens")
 """Set to `auto` first where a run does not fit."""
 LARGER = ("A100-80G", "H100", "H200", "B200")
+NOTABLY = 1.1
+"""A card with so many times the memory is a larger one; an A100 has .4 % more than an H100."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +84,7 @@ class Forecast:
     """Bytes on a server's GPU."""
     room: KvRoom
     speed: Speed | None
-    """None without the card's FLOP/s, or with cpu_offload."""
+    """None without the card's FLOP/s, with cpu_offload or in float32."""
 
     @property
     def gpus(self) -> int:
@@ -93,6 +102,9 @@ ELSEWHERE: dict[str, dict[str, Any]] = {
     "an adapter, model.lora: {rank: 32}": {"model": {"lora": {"rank": 32}}},
 }
 """Keys that keep less learner state on a GPU."""
+WITHOUT_CRITIC: dict[str, dict[str, Any]] = {
+    "algorithm.advantage: group_mean, without a critic": {"algorithm": {"advantage": "group_mean", "critic": {}}}
+}
 
 
 def forecast(config: Config, card: Card, patches: int = 0) -> Forecast:
@@ -101,15 +113,23 @@ def forecast(config: Config, card: Card, patches: int = 0) -> Forecast:
     try:
         settled = settle(config, card.free, patches)
     except ConfigError as error:
-        wrong += [f"{line}; on {card.name} {fitting(config, card, patches)}" for line in error.problems]
-    sizes = sizes_of(config.model)
-    parameters = facts_of(config.model).parameters or sizes.parameters
+        small = isinstance(error, GpuTooSmall)
+        fit = f"; on {card.name} {fitting(config, card, patches)}" if small else ""
+        wrong += [f"{line}{fit}" for line in error.problems]
+    served = _with(config, model={"path": folder_of(config.model.path)})
+    parameters = facts_of(served.model).parameters or sizes_of(config.model).parameters
     weights = parameters * BYTES[config.model.dtype] // config.rollout.tensor_parallel
-    room = kv_room(config, card.total, f"such as {card.name}", parameters)
-    wrong += server_misfit(config, card, weights, room)
+    room = kv_room(served, card.total, f"such as {card.name}", parameters)
+    wrong += server_misfit(served, card, weights, room)
     if wrong:
         raise ConfigError(wrong)
-    return Forecast(config, card, settled, weights, room, speed_of(config, card, settled, room))
+    return Forecast(config, card, settled, weights, room, speed_of(served, card, settled, room))
+
+
+def folder_of(path: str) -> str:
+    """The folder of a model that has a hub name, once its config.json has been read; else `path`."""
+    found = None if Path(path).is_dir() else try_to_load_from_cache(path, "config.json")
+    return str(Path(found).parent) if isinstance(found, str) else path
 
 
 def patches_of(config: Config) -> int:
@@ -120,30 +140,32 @@ def patches_of(config: Config) -> int:
 
 
 def fitting(config: Config, card: Card, patches: int) -> str:
-    """Single changes of the run file, or a larger card, with which the learner fits."""
-    written = {key: getattr(config.learner, key) for key in FREED}
+    """Single changes of the run file that the rules allow, or a larger card, with which the learner fits. Other keys
+    stay as they are written if `auto` alone fits, else each change takes `auto` along."""
+    written, faults = {key: getattr(config.learner, key) for key in FREED}, _faults(config)
     freed = {key: "auto" for key, value in written.items() if value != "auto"}
-    base, with_auto = _with(config, learner=freed), ", ".join(f"learner.{key}: auto" for key in freed)
-    found = [with_auto] if freed and _fits(base, card, patches) else []
-    aside = f" with {with_auto}" if freed and not found else ""
+    with_auto = ", ".join(f"learner.{key}: auto" for key in freed)
+
+    def fits(changed: Config, on: Card = card) -> bool:
+        return _faults(changed) <= faults and _fits(changed, on, patches)
+
+    found = [with_auto] if freed and fits(_with(config, learner=freed)) else []
+    base, aside = (config, "") if found or not freed else (_with(config, learner=freed), f" with {with_auto}")
     ranks = ((f"learner.ranks: {n * base.learner.ranks}", {"ranks": n * base.learner.ranks}) for n in (2, 4, 8))
     wider = ((text, _with(base, learner=keys)) for text, keys in ranks if not base.learner.shard)
-    wider_fit = [text + aside for text, changed in wider if _fits(changed, card, patches)][:1]
-    found += wider_fit or [text + aside for text, changed in _shared(base) if _fits(changed, card, patches)][:1]
-    if keeps_critic(config):  # a critic is refused with these ways
-        without = _with(base, algorithm={"advantage": "group_mean", "critic": {}})
-        found += ["algorithm.advantage: group_mean, without a critic" + aside] * _fits(without, card, patches)
-    else:
-        ways = {text: keys for text, keys in ELSEWHERE.items() if not (config.model.lora and "model" in keys)}
-        found += [text + aside for text, keys in ways.items() if _fits(_with(base, **keys), card, patches)]
-    larger = (CARDS[name] for name in LARGER if CARDS[name].total > card.total)
-    found += [f"--gpu {other.name}" + aside for other in larger if _fits(base, other, patches)][:1]
+    wider_fit = (text + aside for text, changed in (*wider, *_shared(base)) if fits(changed))
+    found += islice(wider_fit, 1)
+    ways = ELSEWHERE | (WITHOUT_CRITIC if keeps_critic(config) else {})
+    kept = {text: keys for text, keys in ways.items() if not (config.model.lora and "model" in keys)}
+    found += [text + aside for text, keys in kept.items() if fits(_with(base, **keys))]
+    larger = (CARDS[name] for name in LARGER if CARDS[name].total > NOTABLY * card.total)
+    found += islice((f"--gpu {other.name}" + aside for other in larger if fits(base, other)), 1)
     return f"these fit: {'; or '.join(found)}" if found else "no single change of the learner's keys fits"
 
 
 def _shared(config: Config) -> Iterator[tuple[str, Config]]:
     learner = config.learner
-    for n in (2, 4, 8) if not learner.shard and facts_of(config.model).tower is None else ():
+    for n in (2, 4, 8) if not learner.shard and facts_of(config.model).image_token is None else ():
         keys = {"ranks": n * learner.ranks, "context_parallel": n * learner.context_parallel}
         yield " with ".join(f"learner.{key}: {value}" for key, value in keys.items()), _with(config, learner=keys)
 
@@ -151,6 +173,15 @@ def _shared(config: Config) -> Iterator[tuple[str, Config]]:
 def _with(config: Config, **sections: dict[str, Any]) -> Config:
     tree = config.model_dump()
     return Config.model_validate(tree | {name: tree[name] | keys for name, keys in sections.items()})
+
+
+def _faults(config: Config) -> set[str]:
+    """What the rules say of the run file itself."""
+    try:
+        check(config, files=())
+    except ConfigError as error:
+        return {*error.problems}
+    return set()
 
 
 def _fits(config: Config, card: Card, patches: int) -> bool:
@@ -167,8 +198,9 @@ def server_misfit(config: Config, card: Card, weights: int, room: KvRoom) -> Ite
     longest, shards = max_sample_tokens(config), config.rollout.tensor_parallel
     if room.tokens is None or room.tokens >= longest or config.rollout.device == "cpu":
         return
-    parameters, heads = weights * shards // BYTES[config.model.dtype], facts_of(config.model).heads or 0
-    more = [n for n in (2, 4, 8) if n > shards and heads % n == 0]
+    parameters, facts = weights * shards // BYTES[config.model.dtype], facts_of(config.model)
+    heads, keys = facts.heads or 0, facts.kv_heads or facts.heads or 0
+    more = [n for n in (2, 4, 8) if n > shards and not why_not(heads, keys, n)]
     wider = ((n, _with(config, rollout={"tensor_parallel": n})) for n in more)
     held = ((n, kv_room(changed, card.total, "", parameters).tokens or 0) for n, changed in wider)
     enough = next(
@@ -182,6 +214,8 @@ def speed_of(config: Config, card: Card, settled: Settled, room: KvRoom) -> Spee
     """The estimated speed; None where nothing is known to estimate it by."""
     facts = facts_of(config.model)
     if not (card.peak and card.bandwidth and facts.kv_numbers) or settled.learner.cpu_offload:
+        return None
+    if config.model.dtype != "bfloat16":
         return None
     train_s = train_seconds(config, card.peak, settled)
     most = max(1, min(most_running(config), room.sequences or most_running(config)))
@@ -209,7 +243,8 @@ def train_seconds(config: Config, peak: float, settled: Settled) -> float:
     if keeps_critic(config):  # a judging pass, then its steps; a value head costs nothing
         flops += costs.total(tokens, 0, squares) * (1 / 3 + config.algorithm.critic.updates)
     each = flops * speed.step_time(settled.learner, len(sizes_of(config.model).of_blocks))
-    return each / (settled.learner.ranks * peak * MFU)
+    mfu = EXPERTS_MFU if facts_of(config.model).experts else MFU
+    return each / (settled.learner.ranks * peak * mfu)
 
 
 def server_step(config: Config, peak: float, bandwidth: float, kv_numbers: int) -> StepTime:

@@ -20,6 +20,7 @@ from configs.hub_reach import skip_hub_out_of_reach
 from configs.load import ConfigError, parse
 from configs.model_facts import facts_of
 from configs.plain_text import print_visible, visible_line
+from configs.publishing import choice, copies_over, shards_of
 from configs.schema import Config
 
 if TYPE_CHECKING:
@@ -88,7 +89,11 @@ def _memory(found: "Forecast") -> Iterator[str]:
     yield f"on {card.name}: {card.total / GIB:.1f} GiB, of which {card.free / GIB:.1f} can be used; {ESTIMATED}, {near}"
     taken = ", ".join(f"{key} {str(getattr(learner, key)).lower()}" for key in SETTINGS)
     yield f"the learner's settings there, auto decided: {taken}"
-    who = "rank 0" if settled.others else "the learner"
+    if (shards := shards_of(found.config)) > 1 and (chosen := choice(found.config, shards)):
+        yield chosen
+    sending = sum(copies_over(found.config, shards, rank) > 0 for rank in range(learner.ranks))
+    several = 1 < sending < learner.ranks
+    who = f"each of ranks 0 to {sending - 1}" if several else "rank 0" if settled.others else "the learner"
     yield f"memory of {who}: {settled.first.describe()}; microbatches of {settled.first.tokens:,} tokens"
     if settled.others:
         yield f"memory of each other rank: {settled.others.describe()}; of {settled.others.tokens:,} tokens"
@@ -102,6 +107,7 @@ def _speed(found: "Forecast", answer: float) -> Iterator[str]:
     config, speed, seconds = found.config, found.speed, found.seconds
     if speed is None or seconds is None:
         why = "with learner.cpu_offload" if config.learner.cpu_offload else f"of {found.card.name} with this model"
+        why = why if config.model.dtype == "bfloat16" else f"with model.dtype: {config.model.dtype}"
         yield f"speed and cost: not estimated, because no speed {why} is known"
         return
     sampled = f"{speed.sampled:,.0f} sampled tokens, {speed.tokens_per_s:,.0f} a second"

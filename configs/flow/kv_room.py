@@ -48,7 +48,9 @@ def kv_room(
         less = f"less {weights / 1e9:.3g} GB of weights, nothing taken off for activations and CUDA graphs"
         basis = f"a GPU {card}, {gpu_bytes / 1e9:.3g} GB x {share}, {less}"
     if not (facts.kv_numbers and facts.kv_heads and parameters and isinstance(room, int | float)):
-        return KvRoom(None, f"not known, because model.path {config.model.path} tells nothing of a token's size")
+        path = config.model.path
+        why = f"model.path {path} tells nothing of a token's size" if parameters else f"no weights of {path} are here"
+        return KvRoom(None, f"not known, because {why}")
     width = 1 if str(given.get("kv_cache_dtype")).startswith("fp8") else BYTES[config.model.dtype]
     token = width * facts.kv_numbers / min(shards, facts.kv_heads)
     held = max(0.0, room / token)

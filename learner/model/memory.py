@@ -61,6 +61,10 @@ class OutOfMemory(RuntimeError):
     """The GPU is full; the text names the consumers and a remedy."""
 
 
+class GpuTooSmall(ConfigError):
+    """A GPU holds less than a rank takes."""
+
+
 @dataclass(frozen=True)
 class PeakCandidate:
     """A moment at which memory may peak: bytes by consumer."""
@@ -172,21 +176,36 @@ def budget_in(
     log.info("%d tokens per microbatch: a rank takes %s of %.1f GiB", budget, needed, available / GIB)
     if (wanted == "auto" and budget < least) or expected.total(max(budget, least)) > available:
         images = f" and {patches} patches of images" if patches else ""
-        sample = f"a sample of {max_sample_tokens(config)} tokens{images}"
         check_copies(expected, available, config, shards)
-        problem = f"learner.tokens_per_microbatch: {wanted}: {sample} takes {needed}, a GPU "
+        longest = max(max_sample_tokens(config), -(-patches // PATCHES_PER_TOKEN))
+        took = f"a sample of {max_sample_tokens(config)} tokens{images} takes"
+        took = took if wanted == "auto" or wanted < least else f"a microbatch of {wanted} tokens takes"
+        problem = f"learner.tokens_per_microbatch: {wanted}: {took} {needed}, a GPU has {available / GIB:.1f} GiB"
+        problem += f", of which auto fills {SHARE * available / GIB:.1f}" if expected.total(least) <= available else ""
         more = "learner.ranks" if shards == config.learner.ranks else "learner.shard"
         more += " or learner.context_parallel" * (shards % (2 * config.learner.context_parallel) == 0 and not patches)
-        less = "" if config.learner.gather == "pass" else "learner.gather: pass, "
-        apart = "algorithm.advantage: group_mean" if keeps_critic(config) else "learner.cpu_offload"
-        way = config.learner.activation_checkpointing
-        few = isinstance(way, int) and way < len(sizes_of(config.model).of_blocks)
-        kept = few or way in ("auto", "none", "selective")
-        less += "learner.activation_checkpointing: block or " * kept
-        change = f"set {less}{apart}, or raise {more}"
+        change = f"lower it to as few as {longest}, " if wanted != "auto" and wanted > longest else ""
+        set_ = " or ".join(_with_less(config))
+        change += f"set {set_}, or raise {more}" if set_ else f"raise {more}"
         change += ", or lower data.max_pixels" if patches else ""
-        raise ConfigError([f"{problem}has {available / GIB:.1f} GiB; {change}"])
+        raise GpuTooSmall([f"{problem}; {change}"])
     return expected, budget
+
+
+def _with_less(config: Config) -> Iterator[str]:
+    """Keys that take less memory, and are not set yet."""
+    learner, way = config.learner, config.learner.activation_checkpointing
+    if learner.gather != "pass":
+        yield "learner.gather: pass"
+    few = isinstance(way, int) and way < len(sizes_of(config.model).of_blocks)
+    if few or way in ("auto", "none", "selective"):
+        yield "learner.activation_checkpointing: block"
+    if keeps_critic(config):
+        yield "algorithm.advantage: group_mean"
+    elif learner.cpu_offload is False:
+        yield "learner.cpu_offload"
+    elif learner.cpu_offload == "optimizer":
+        yield "learner.cpu_offload: true"
 
 
 def host_bytes(model: ModelConfig, learner: LearnerConfig, tokens: int) -> int:
@@ -235,7 +254,7 @@ def check_copies(expected: Estimate, available: int, config: Config, shards: int
     if copies > COPIES_SHARE * available:
         who = "a rank" if publishes_rows(config, shards) else "rank 0"
         problem = f"model.path: {who} holds {held(config)} for the servers, {copies / GIB:.1f} GiB"
-        raise ConfigError([f"{problem}, but a GPU has {available / GIB:.1f} GiB; {remedy(config, shards)}"])
+        raise GpuTooSmall([f"{problem}, but a GPU has {available / GIB:.1f} GiB; {remedy(config, shards)}"])
 
 
 def estimate(

@@ -293,7 +293,19 @@ def test_a_model_too_small_for_the_run(model: Path) -> None:
     ]
     positions, heads = refused(*small)
     assert positions.startswith(f"model.path: {model} has 512 positions, less than data.max_prompt_tokens 113 +")
-    assert heads == f"rollout.tensor_parallel: 4 does not divide the 6 attention heads of {model}; lower it"
+    assert heads == f"rollout.tensor_parallel: 4 does not divide the 6 attention heads of {model}; set it to 3"
+
+
+def test_heads_of_keys_and_values_bound_a_server_s_gpus_too(model: Path) -> None:
+    """vLLM gives each GPU whole heads, or several GPUs the same one."""
+    shape = {"num_attention_heads": 28, "num_key_value_heads": 4, "num_hidden_layers": 2, "hidden_size": 56}
+    (model / "config.json").write_text(json.dumps(shape))
+    for size in (1, 2, 4, 28):
+        check(config(f"model.path={model}", f"rollout.tensor_parallel={size}"), files=())
+    for size in (7, 14):
+        (line,) = refused(f"model.path={model}", f"rollout.tensor_parallel={size}")
+        wrong = f"{size} is neither a divisor nor a multiple of the 4 heads of keys and values of {model}"
+        assert line == f"rollout.tensor_parallel: {wrong}; set it to 4"
 
 
 @pytest.mark.parametrize("key", ["data.chat_template", "data.format_prompt"])

@@ -48,7 +48,7 @@ REFUSED = [
     (
         ["ranks=4", "context_parallel=4"],
         SIX,
-        "4 ranks and 6 heads of keys and values do not divide each other of MODEL; set it to",
+        "4 is neither a divisor nor a multiple of the 6 heads of keys and values of MODEL; set it to",
     ),
 ]
 

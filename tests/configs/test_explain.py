@@ -224,6 +224,20 @@ def test_a_model_that_keeps_less_of_a_token_is_not_estimated(model: Path, shape:
     assert kept(sized(model, GIVEN, **shape)).startswith(f"not known, because model.path {model} tells nothing")
 
 
+def test_without_weights_the_kv_cache_is_not_known(model: Path) -> None:
+    run = sized(model, GIVEN)
+    for file in model.glob("*.safetensors"):
+        file.unlink()
+    assert kept(run) == f"not known, because no weights of {model} are here"
+
+
+def test_facts_of_a_folder_are_read_once_and_again_when_it_changes(model: Path) -> None:
+    facts = model_facts(str(model))
+    assert model_facts(str(model)) is facts and facts.heads == 6
+    (model / "config.json").write_text(json.dumps({"num_attention_heads": 12}))
+    assert model_facts(str(model)).heads == 12
+
+
 def test_the_kv_cache_by_the_gpu_of_this_machine(model: Path) -> None:
     run = sized(model, "rollout.engine.gpu_memory_utilization=0.5")
     said = kept(run, gpu_bytes=2 * 10**9)
@@ -438,7 +452,11 @@ def test_auto_gathers_what_the_files_may_hold_in_another_form(tmp_path: Path, gi
     (tmp_path / "config.json").write_text(json.dumps(given))
     run = config(f"model.path={tmp_path}", "learner.ranks=2")
     assert not publishes_rows(run, 2) and copies_over(run, 2, 1) == 0
-    assert choice(run, 2).startswith("weights.publish: auto takes gather: the model's files may hold weights in anoth")
+    assert choice(run, 2) == "weights.publish: auto takes gather: the model's files may hold weights in another form"
+    for path in ("Qwen/Qwen2.5-7B-Instruct", str(tmp_path)):
+        (tmp_path / "model.safetensors").unlink(missing_ok=True)
+        unknown = choice(config(f"model.path={path}", "learner.ranks=2"), 2)
+        assert f"auto takes gather: no weights of {path} are here, so its size is not known; set rows for" in unknown
 
 
 def test_rows_are_refused_where_only_rank_0_can_publish() -> None:

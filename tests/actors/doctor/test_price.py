@@ -1,7 +1,9 @@
 """The forecast of a run: beside what was measured, for the shipped run files, and in words for users."""
 
 import json
+import os
 import re
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,14 +13,16 @@ from typing import Any
 import pytest
 
 from actors.doctor.findings import main as doctor_main
-from actors.doctor.forecast import MFU, Forecast, forecast, patches_of
+from actors.doctor.forecast import MFU, Forecast, forecast, mean_answer, patches_of
 from actors.doctor.price import judge_price
 from benchmarks.memory.combinations import COMBINATIONS
 from benchmarks.memory.training import run_file_of
 from benchmarks.weights.shapes import folder_of
 from configs.__main__ import main
+from configs.checks import check
 from configs.flow.cards import CARDS, MIB, card_named, card_of
 from configs.flow.decoding import ServedModel, step_time
+from configs.flow.sequences import MEAN_SHARE
 from configs.load import ConfigError, dump, load
 from configs.schema import Config, LearnerConfig, LoraConfig, ModelConfig
 from learner.model.flops import peak
@@ -220,9 +224,17 @@ def test_rank_0_of_eight_gpus_by_part(folders: dict[str, str]) -> None:
     assert "28.4 copies to send + 14.2 optimizer + 7.1 weights + 7.1 gradients" in found.settled.first.describe()
     assert found.settled.others and "copies" not in found.settled.others.describe()
     text = "\n".join(judge_price(found.config, found.card).facts)
+    assert "weights.publish: auto takes gather: no weights of " in text
     for part in ("memory of rank 0: ", "memory of each other rank: ", "memory of a server's GPU: 15.2 GB of weights"):
         assert part in text
     assert "set log.price_per_gpu_hour for the cost" in text
+
+
+def test_on_several_nodes_the_ranks_that_hold_copies_are_named(folders: dict[str, str]) -> None:
+    argv = [str(ROOT / "configs/eight_gpus.yaml"), "--learner.ranks=8", "--learner.nodes=2", "--weights.publish=rows"]
+    config = load([*argv, f"--model.path={folders['1.5B']}"])
+    text = "\n".join(judge_price(config, CARDS["H100"]).facts)
+    assert re.search(r"^memory of each of ranks 0 to 3: .* copies to send", text, re.M)
 
 
 def test_the_cost_follows_from_the_price(folders: dict[str, str]) -> None:
@@ -231,6 +243,21 @@ def test_the_cost_follows_from_the_price(folders: dict[str, str]) -> None:
     hours = (found.seconds or 0) / 3600 * 8
     assert found.gpus == 8
     assert f"on 8 GPUs {hours:,.1f} GPU hours; costs {2.5 * hours:,.2f} at 2.5 an hour" in text
+
+
+def test_a_mixture_s_step_is_within_20_percent_of_what_was_measured(folders: dict[str, str]) -> None:
+    argv = [str(ROOT / "configs/two_gpus.yaml"), "--learner.share_prompts=false", "--learner.compile=true"]
+    found = forecast_of("H200", folders["30B-A3B, 8 layers"], *argv)
+    batch, answer = found.config.batch, mean_answer(found.config)
+    tokens = batch.groups * batch.samples * (answer + MEAN_SHARE * found.config.data.max_prompt_tokens)
+    assert found.speed and found.settled.learner.activation_checkpointing == "none"
+    assert tokens / found.speed.train_s == pytest.approx(measured("experts", "ours-compiled: tokens/s"), rel=0.2)
+
+
+def test_no_speed_is_known_in_float32(folders: dict[str, str]) -> None:
+    config = load([str(ROOT / "configs/two_gpus.yaml"), f"--model.path={folders['1.5B']}", "--model.dtype=float32"])
+    *_, line = judge_price(config, CARDS["H100"]).facts
+    assert line == "speed and cost: not estimated, because no speed with model.dtype: float32 is known"
 
 
 def test_servers_that_keep_the_learner_busy(folders: dict[str, str]) -> None:
@@ -286,6 +313,34 @@ def test_what_does_not_fit_is_refused_with_what_fits(
     refused = judge_price(config, CARDS[card]).refused
     assert refused and "\n" not in refused[0]
     assert all(any(word in line for line in refused) for word in said), refused
+
+
+@pytest.mark.parametrize(
+    ("card", "changes"),
+    long_but(
+        [
+            ("H100", ("--learner.ranks=4", "--learner.gather=batch")),
+            ("H100", ("--learner.ranks=1", "--batch.groups=1", "--batch.samples=2")),
+            ("H100", ("--learner.ranks=4", "--learner.tokens_per_microbatch=1000000")),
+            ("H100", ("--learner.ranks=2", "--learner.tokens_per_microbatch=4096", "--learner.gather=batch")),
+            ("H100", ("--learner.ranks=2", "--algorithm.advantage=gae")),
+        ],
+        0,
+        1,
+    ),
+)
+def test_each_change_that_is_said_to_fit_is_valid_and_fits(
+    card: str, changes: tuple[str, ...], folders: dict[str, str]
+) -> None:
+    argv = [str(ROOT / "configs/two_gpus.yaml"), f"--model.path={folders['7B']}", *changes]
+    refused = "\n".join(judge_price(load(argv), CARDS[card]).refused)
+    (found,) = re.findall("these fit: (.*)", refused)
+    for change in found.split("; or "):
+        larger, keys = re.search(r"--gpu (\S+)", change), re.findall(r"([a-z_]+\.[a-z_]+): ({.*?}|[^\s,]+)", change)
+        changed = load([*argv, *(f"--{key}={value}" for key, value in keys)])
+        check(changed, files=())
+        assert forecast(changed, CARDS[larger[1] if larger else card]).settled, change
+    assert "A100" not in found, "it has no more memory than an H100"
 
 
 def test_a_server_without_room_for_one_sample_is_refused(folders: dict[str, str]) -> None:
@@ -353,9 +408,9 @@ def test_a_model_that_cannot_be_read_has_no_price(tmp_path: Path) -> None:
     assert line.startswith("GPU memory, speed and cost: not known, because of model.path: ")
 
 
-def running(config: Config, *flags: str) -> Iterator[str]:
-    command = [sys.executable, "-m", "actors.doctor.price", *flags]
-    done = subprocess.run(command, input=dump(config), capture_output=True, text=True, cwd=ROOT)
+def running(config: Config, *flags: str, **variables: str) -> Iterator[str]:
+    command, environment = [sys.executable, "-m", "actors.doctor.price", *flags], os.environ | variables
+    done = subprocess.run(command, input=dump(config), capture_output=True, text=True, cwd=ROOT, env=environment)
     yield from (str(done.returncode), done.stdout, done.stderr)
 
 
@@ -366,3 +421,16 @@ def test_the_process_judges_what_it_gets(folders: dict[str, str]) -> None:
     assert code == "0" and re.search(r"^memory of the learner: [\d.]+ GiB = ", out, re.M)
     code, out, error = running(config, "--gpu", "4090")
     assert code == "2" and not out and "these fit: " in error
+
+
+@pytest.mark.long
+def test_a_model_with_a_hub_name_has_a_speed_too(folders: dict[str, str], tmp_path: Path) -> None:
+    cached = tmp_path / "hub/models--some--model"
+    shutil.copytree(folders["1.5B"], cached / "snapshots/abc")
+    (cached / "refs").mkdir()
+    (cached / "refs/main").write_text("abc")
+    hub = {"HF_HOME": str(tmp_path), "HF_HUB_CACHE": str(tmp_path / "hub"), "HF_HUB_OFFLINE": "1"}
+    given = [str(ROOT / "configs/two_gpus.yaml"), "--log.price_per_gpu_hour=2"]
+    named, foldered = ([*given, f"--model.path={path}"] for path in ("some/model", folders["1.5B"]))
+    _, out, error = running(load(named), "--gpu", "H100", **hub)
+    assert out.splitlines() == judge_price(load(foldered), CARDS["H100"]).facts, error

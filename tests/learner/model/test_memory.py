@@ -21,6 +21,7 @@ from learner.model.loading import build_on_meta, read_config
 from learner.model.memory import (
     GIB,
     Estimate,
+    GpuTooSmall,
     OutOfMemory,
     PeakCandidate,
     estimate,
@@ -424,6 +425,33 @@ def test_what_is_set_already_is_no_remedy(tmp_path: Path, way: str | int, named:
         "set learner.activation_checkpointing: block or learner.cpu_offload, or raise" in str(refused.value)
     ) is named
     assert ("set learner.cpu_offload, or raise" in str(refused.value)) is not named
+
+
+@pytest.mark.parametrize(
+    ("learner", "said"),
+    [
+        ({"cpu_offload": "optimizer"}, "GiB; set learner.cpu_offload: true, or raise learner.ranks"),
+        ({"cpu_offload": True}, "GiB; raise learner.ranks"),
+        ({"cpu_offload": True, "gather": "batch"}, "GiB; set learner.gather: pass, or raise learner.ranks"),
+        ({"tokens_per_microbatch": 90_000}, ": 90000: a microbatch of 90000 tokens takes "),
+        ({"tokens_per_microbatch": 90_000}, "; lower it to as few as 2048, set learner.cpu_offload, or raise"),
+        ({"tokens_per_microbatch": 2048}, "; set learner.cpu_offload, or raise"),
+    ],
+)
+def test_the_remedy_names_keys_that_are_not_set_yet(tmp_path: Path, learner: dict[str, object], said: str) -> None:
+    given = {"model": tiny_model(tmp_path), "data": {"train": "x"}, "reward": {"function": "x"}}
+    config = Config(**given, learner={"activation_checkpointing": "block", "gather": "pass"} | learner)
+    with pytest.raises(GpuTooSmall) as refused:
+        memory.budget_in(config, 1 << 20, 1, reference=False, sends=0)
+    assert said in str(refused.value)
+
+
+def test_a_sample_that_fills_more_of_a_gpu_than_auto_does_is_refused_with_that_share(tmp_path: Path) -> None:
+    given = {"model": tiny_model(tmp_path), "data": {"train": "x"}, "reward": {"function": "x"}}
+    config = Config(**given, learner={"activation_checkpointing": "block", "gather": "pass"})
+    size = memory.estimate(config.model, config.learner, 1).total(least_microbatch(config)) + GIB // 1000
+    with pytest.raises(GpuTooSmall, match=rf"a GPU has [\d.]+ GiB, of which auto fills {0.9 * size / GIB:.1f}; set"):
+        memory.budget_in(config, size, 1, reference=False, sends=0)
 
 
 def test_copies_larger_than_a_gpu_are_refused() -> None:
