@@ -354,10 +354,9 @@ def _devices(config: Config) -> Iterator[str]:
             yield f"{key} needs a GPU, but learner.device is cpu; set learner.attention: auto"
         if config.model.dtype == "float32":
             yield f"{key} computes in bfloat16, but model.dtype is float32; set learner.attention: sdpa"
-    facts = model_facts(model)
-    heads, keys = facts.heads or 0, facts.kv_heads or facts.heads or 0
-    if problem := context_parallel.why_not(heads, keys, parallel):
-        lower = next(n for n in range(parallel - 1, 0, -1) if not context_parallel.why_not(heads, keys, n))
+    heads = model_facts(model).queries_and_keys
+    if problem := context_parallel.why_not(*heads, parallel):
+        lower = next(n for n in range(parallel - 1, 0, -1) if not context_parallel.why_not(*heads, n))
         yield f"rollout.tensor_parallel: {problem} of {model}; set it to {lower}"
 
 

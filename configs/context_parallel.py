@@ -27,7 +27,7 @@ def contradictions(config: Config) -> Iterator[str]:
         yield f"{key} does not divide {ranks}; {REMEDY}"
     if facts.tower:
         yield f"{key}, but {config.model.path} reads images, whose tokens are not split over ranks; set it to 1"
-    if facts.heads and (problem := why_not(facts.heads, facts.kv_heads or facts.heads, size)):
+    if problem := why_not(*facts.queries_and_keys, size):
         yield f"learner.context_parallel: {problem} of {config.model.path}; {REMEDY}"
 
 

@@ -78,6 +78,11 @@ class ModelFacts:
     mutual: bool = False
     """Tokens of an image see each other, later ones too."""
 
+    @property
+    def queries_and_keys(self) -> tuple[int, int]:
+        """Heads of queries, and of keys and values; 0 where they are not known."""
+        return self.heads or 0, self.kv_heads or self.heads or 0
+
     def adapter_parameters(self, model: ModelConfig) -> int | None:
         assert model.lora is not None
         wanted = self.linear if model.lora.targets == "all" else model.lora.targets

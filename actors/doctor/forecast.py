@@ -34,7 +34,7 @@ from learner.model.settled import Settled, settle
 from learner.train.pictures import max_sample_patches
 
 MFU = 0.46
-"""A compiled learner's share of a card's peak, without recomputing: measured .41 (1.5B, H100) to .53 (7B, H200)."""
+"""A compiled learner's share of a card's peak, without recomputing: measured .41 (1.5B, H100) to .57 (7B, H200)."""
 EXPERTS_MFU = 0.31
 """The same with a mixture of experts, by its active ones (`benchmarks/results/experts.json`)."""
 ADAPTER_SPEED = 0.67
@@ -198,9 +198,8 @@ def server_misfit(config: Config, card: Card, weights: int, room: KvRoom) -> Ite
     longest, shards = max_sample_tokens(config), config.rollout.tensor_parallel
     if room.tokens is None or room.tokens >= longest or config.rollout.device == "cpu":
         return
-    parameters, facts = weights * shards // BYTES[config.model.dtype], facts_of(config.model)
-    heads, keys = facts.heads or 0, facts.kv_heads or facts.heads or 0
-    more = [n for n in (2, 4, 8) if n > shards and not why_not(heads, keys, n)]
+    parameters, heads = weights * shards // BYTES[config.model.dtype], facts_of(config.model).queries_and_keys
+    more = [n for n in (2, 4, 8) if n > shards and not why_not(*heads, n)]
     wider = ((n, _with(config, rollout={"tensor_parallel": n})) for n in more)
     held = ((n, kv_room(changed, card.total, "", parameters).tokens or 0) for n, changed in wider)
     enough = next(
