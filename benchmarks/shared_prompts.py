@@ -33,7 +33,7 @@ from buffer.wire.protocol import Part
 from buffer.wire.sample import Sample, sample_stats
 from configs.schema import AlgorithmConfig, LearnerConfig, ModelConfig
 from learner.model.gather_choice import choose_gather
-from learner.model.memory import gpu_memory
+from learner.model.memory import RankRoom, gpu_memory
 from learner.model.policy import Policy
 from learner.train.batch import Batch
 from learner.train.optimizer import Optimizer
@@ -156,7 +156,8 @@ def main() -> int:
         (Path(folder) / "config.json").write_text(json.dumps(SHAPES[args.shape] | {"dtype": "bfloat16"}))
         model = ModelConfig(path=folder, dtype="bfloat16" if gpu else "float32")
         learner = LearnerConfig(**(OURS | {"tokens_per_microbatch": args.tokens} | args.learner))
-        learner = choose_gather(model, learner, 1, gpu_memory(torch.device(mesh.device_type)), args.tokens)
+        room = RankRoom(1, gpu_memory(torch.device(mesh.device_type)), args.tokens)
+        learner = choose_gather(model, learner, room)
         policy = Policy(model, learner, mesh, random=True)
     policy.sharing.most_copied = policy.sharing.most_copied if args.most_copied is None else args.most_copied
     algorithm = Algorithm(AlgorithmConfig(), Optimizer(policy, learner, 100), args.tokens, args.answer)

@@ -21,6 +21,7 @@ from learner.model.experts.mixture import check_experts
 from learner.model.gather_choice import choose_gather, gathers, place_of
 from learner.model.memory import (
     Estimate,
+    RankRoom,
     gpu_memory,
     is_single,
     least_microbatch,
@@ -80,29 +81,25 @@ def decide_speed(config: Config, memory: int | None, mesh: DeviceMesh, patches: 
     """Decide `learner.compile`, `activation_checkpointing` and `head_chunk_tokens`. A collective: GPUs may differ.
     `memory`: bytes of this rank's GPU. `patches`: the most of one sample. Raises ConfigError, on every rank."""
     written, versions, on_gpu = config.learner, config.run.versions, memory is not None
-    tokens, reference = least_microbatch(config, patches), keeps_reference(config)
-    sends = copies_over(config, shards(mesh), mesh.get_rank())
+    room = room_of(config, memory, mesh, patches)
     automatic = written.model_copy(update={"compile": "auto", "activation_checkpointing": "auto"})
     blocks, decided = len(on_every_rank(partial(sizes_of, config.model)).of_blocks), []
     for learner in (written, automatic):
         ways = speed.fastest_first(learner, on_gpu, versions, blocks)
-        sizes = shards(mesh), memory, tokens, reference, sends, keeps_critic(config)
-        decided.append((ways, on_every_rank(partial(speed.choose, config.model, ways, *sizes))))
+        decided.append((ways, on_every_rank(partial(speed.choose, config.model, ways, room))))
     agreed = collectives.all_reduce_max(*(index for _, index in decided))
     chosen, best = (ways[int(index)] for (ways, _), index in zip(decided, agreed, strict=True))
-    speed.report(written, chosen, on_gpu, versions, tokens, blocks)
+    speed.report(written, chosen, on_gpu, versions, room.tokens, blocks)
     speed.report_slower(written, chosen, best, blocks)
     return config.model_copy(update={"learner": chosen})
 
 
 def decide_gather(config: Config, device: torch.device, mesh: DeviceMesh, patches: int) -> Config:
     """Decide `learner.gather: auto`. Raises ConfigError, on every rank. A collective."""
-    tokens, reference = least_microbatch(config, patches), keeps_reference(config)
-    sends = copies_over(config, shards(mesh), mesh.get_rank())
-    sizes = shards(mesh), gpu_memory(device), tokens, reference, sends, keeps_critic(config)
+    room = room_of(config, gpu_memory(device), mesh, patches)
     share, blocks = share_of_batch(config, patches), len(sizes_of(config.model).of_blocks)
-    single = all_single(config, device, mesh, reference, sends, patches)
-    own = on_every_rank(partial(choose_gather, config.model, config.learner, *sizes, share, single))
+    single = all_single(config, device, mesh, room.reference, room.sends, patches)
+    own = on_every_rank(partial(choose_gather, config.model, config.learner, room, share, single))
     place = place_of(own.gather, blocks)
     (least,) = collectives.all_reduce_max(-place)
     if -least < place:
@@ -110,6 +107,12 @@ def decide_gather(config: Config, device: torch.device, mesh: DeviceMesh, patche
         log.info("learner.gather: %s, as another rank has no room for %s", gather, own.gather)
         own = own.model_copy(update={"gather": gather})
     return config.model_copy(update={"learner": own})
+
+
+def room_of(config: Config, memory: int | None, mesh: DeviceMesh, patches: int) -> RankRoom:
+    sends = copies_over(config, shards(mesh), mesh.get_rank())
+    least = least_microbatch(config, patches)
+    return RankRoom(shards(mesh), memory, least, keeps_reference(config), sends, keeps_critic(config))
 
 
 def all_single(

@@ -28,7 +28,7 @@ from buffer.wire.sample import Sample
 from configs.schema import AlgorithmConfig, LearnerConfig, ModelConfig
 from learner.model import float8
 from learner.model.gather_choice import choose_gather
-from learner.model.memory import estimate, gpu_memory
+from learner.model.memory import RankRoom, estimate, gpu_memory
 from learner.model.microbatch import one_document
 from learner.model.policy import Policy
 from learner.train.optimizer import Optimizer
@@ -63,7 +63,7 @@ def run(case: Case, folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
     gpu, memory = mesh.device_type == "cuda", gpu_memory(torch.device(mesh.device_type))
     model = ModelConfig(path=str(folder), dtype="bfloat16")
     given = LearnerConfig(**(OURS | case.learner | {"matmul": "fp8"}))
-    learner = choose_gather(model, given, mesh.size(), memory, LONGEST)
+    learner = choose_gather(model, given, RankRoom(mesh.size(), memory, LONGEST))
     expected = estimate(model, learner, mesh.size())
     policy, budget = Policy(model, learner, mesh, random=True), tokens(learner, expected, memory)
     algorithm = Algorithm(AlgorithmConfig(**case.algorithm), Optimizer(policy, learner, 100), budget, LONGEST)

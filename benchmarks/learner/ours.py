@@ -19,7 +19,7 @@ from buffer.wire.protocol import Part
 from configs.schema import AlgorithmConfig, LearnerConfig, LoraConfig, ModelConfig
 from learner.model.flops import peak
 from learner.model.gather_choice import choose_gather
-from learner.model.memory import GIB, SHARE, Estimate, estimate, gpu_memory
+from learner.model.memory import GIB, SHARE, Estimate, RankRoom, estimate, gpu_memory
 from learner.model.policy import Policy
 from learner.train.optimizer import Optimizer
 from learner.train.step import Algorithm
@@ -36,7 +36,8 @@ def run(case: Case, folder: Path, mesh: DeviceMesh) -> dict[str, Any]:
     alone, dtype = text_alone(case.model), "bfloat16" if gpu else "float32"
     model = ModelConfig(path=str(folder), dtype=dtype, lora=lora, text_alone=alone)
     memory = gpu_memory(torch.device(mesh.device_type))
-    learner = choose_gather(model, LearnerConfig(**(OURS | case.learner)), mesh.size(), memory, LONGEST)
+    given = LearnerConfig(**(OURS | case.learner))
+    learner = choose_gather(model, given, RankRoom(mesh.size(), memory, LONGEST))
     expected = estimate(model, learner, mesh.size())
     started = time.perf_counter()
     policy = Policy(model, learner, mesh, random=True)

@@ -69,13 +69,13 @@ def seen_of(records: list[Record]) -> dict[str, float]:
 def memory_of(run: Processes) -> dict[str, Any]:
     """The estimate that the learner made before it loaded anything."""
     from learner.model.gather_choice import choose_gather
-    from learner.model.memory import estimate, gpu_memory
+    from learner.model.memory import RankRoom, gpu_memory
 
     model, tokens = run.config.model, run.config.learner.tokens_per_microbatch
     assert isinstance(tokens, int)
     memory = gpu_memory(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
-    learner = choose_gather(model, run.config.learner, 1, memory, tokens, sends=True)
-    expected = estimate(model, learner, shards=1, sends=True)
+    room = RankRoom(1, memory, tokens, sends=1)
+    expected = room.estimate(model, choose_gather(model, run.config.learner, room))
     return {"estimate GiB": expected.total(tokens) / GIB, "estimate": expected.describe(tokens), "microbatch": tokens}
 
 

@@ -5,7 +5,7 @@ from bisect import bisect_left
 from functools import lru_cache
 
 from configs.schema import LearnerConfig, ModelConfig
-from learner.model.memory import ENOUGH_TOKENS, GIB, SHARE, Estimate, estimate, sizes_of
+from learner.model.memory import ENOUGH_TOKENS, GIB, SHARE, Estimate, RankRoom, sizes_of
 
 log = logging.getLogger(__name__)
 GATHERED_SHARE = 0.1
@@ -21,25 +21,21 @@ WORTH = 0.5
 def choose_gather(
     model: ModelConfig,
     learner: LearnerConfig,
-    shards: int,
-    memory: int | None,
-    tokens: int,
-    reference: bool = False,
-    sends: int = 0,
-    critic: bool = False,
+    room: RankRoom,
     share: int | None = None,
     single: bool = False,
 ) -> LearnerConfig:
-    """Decide `gather: auto`, for microbatches of at least `tokens`. `share`: of `share_of_batch`. `single`: a batch is
-    one microbatch on all ranks (`is_single`)."""
+    """Decide `gather: auto`. `share`: of `share_of_batch`. `single`: a batch is one microbatch on all ranks
+    (`is_single`)."""
     if learner.gather != "auto":
         return learner
+    memory, tokens = room.memory, room.tokens
     blocks = len(sizes_of(model).of_blocks)
     ways = [learner.model_copy(update={"gather": gather}) for gather in gathers(blocks)]
 
     @lru_cache
     def of(way: int) -> Estimate:
-        return estimate(model, ways[way], shards, reference, sends, critic)
+        return room.estimate(model, ways[way])
 
     def too_much(way: int) -> bool:
         return way > 0 and memory is not None and not _costs_little(of(0), of(way), learner, memory, tokens, share)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from math import isqrt
-from typing import Any
+from typing import Any, NamedTuple
 
 import psutil
 import torch
@@ -206,6 +206,24 @@ def _with_less(config: Config) -> Iterator[str]:
         yield "learner.cpu_offload"
     elif learner.cpu_offload == "optimizer":
         yield "learner.cpu_offload: true"
+
+
+class RankRoom(NamedTuple):
+    """What decides how much fits a rank, besides the model and the keys of the learner."""
+
+    shards: int
+    """Ranks that share a copy of the model."""
+    memory: int | None
+    """Bytes of its GPU; None on CPU."""
+    tokens: int
+    """Of the largest microbatch that must fit."""
+    reference: bool = False
+    sends: int = 0
+    """As in `estimate`."""
+    critic: bool = False
+
+    def estimate(self, model: ModelConfig, learner: LearnerConfig) -> Estimate:
+        return estimate(model, learner, self.shards, self.reference, self.sends, self.critic)
 
 
 def host_bytes(model: ModelConfig, learner: LearnerConfig, tokens: int) -> int:

@@ -11,7 +11,16 @@ from configs.publishing import copies_over
 from configs.schema import Config, LearnerConfig
 from learner.algorithms.losses import needs_reference
 from learner.model.gather_choice import choose_gather, place_of
-from learner.model.memory import SHARE, Estimate, budget_in, is_single, least_microbatch, share_of_batch, sizes_of
+from learner.model.memory import (
+    SHARE,
+    Estimate,
+    RankRoom,
+    budget_in,
+    is_single,
+    least_microbatch,
+    share_of_batch,
+    sizes_of,
+)
 from learner.model.speed import choose, fastest_first
 
 
@@ -56,20 +65,15 @@ def settle(config: Config, memory: int, patches: int = 0) -> Settled:
 def settle_speed(config: Config, memory: int, patches: int) -> Config:
     """As the learner's `decide_speed`: all ranks take what fits the fullest."""
     ways = fastest_first(config.learner, True, config.run.versions, len(sizes_of(config.model).of_blocks))
-    sizes = shards_of(config.learner), memory, least_microbatch(config, patches), keeps_reference(config)
-    taken = max(choose(config.model, ways, *sizes, sends, keeps_critic(config)) for sends in roles(config))
+    taken = max(choose(config.model, ways, room) for room in rooms(config, memory, patches))
     return config.model_copy(update={"learner": ways[taken]})
 
 
 def settle_gather(config: Config, memory: int, patches: int) -> Config:
     """As the learner's `decide_gather`: what every rank has room for."""
-    sizes = shards_of(config.learner), memory, least_microbatch(config, patches), keeps_reference(config)
     share, blocks = share_of_batch(config, patches), len(sizes_of(config.model).of_blocks)
     of_batch = share, all_single(config, memory, patches)
-    own = [
-        choose_gather(config.model, config.learner, *sizes, sends, keeps_critic(config), *of_batch)
-        for sends in roles(config)
-    ]
+    own = [choose_gather(config.model, config.learner, room, *of_batch) for room in rooms(config, memory, patches)]
     return config.model_copy(update={"learner": min(own, key=lambda way: place_of(way.gather, blocks))})
 
 
@@ -77,6 +81,12 @@ def all_single(config: Config, memory: int, patches: int) -> bool:
     """Whether a batch is one microbatch on every rank."""
     sizes = memory, shards_of(config.learner), keeps_reference(config)
     return all(is_single(config, *sizes, sends, patches) for sends in roles(config))
+
+
+def rooms(config: Config, memory: int, patches: int) -> list[RankRoom]:
+    """Of rank 0 and the last rank."""
+    sizes = shards_of(config.learner), memory, least_microbatch(config, patches), keeps_reference(config)
+    return [RankRoom(*sizes, sends, keeps_critic(config)) for sends in roles(config)]
 
 
 def roles(config: Config) -> list[int]:

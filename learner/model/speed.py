@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from configs.schema import LearnerConfig, ModelConfig
 from learner.model.head import CHUNK_ON_CPU
-from learner.model.memory import ENOUGH_TOKENS, SHARE, estimate
+from learner.model.memory import ENOUGH_TOKENS, SHARE, RankRoom
 
 log = logging.getLogger(__name__)
 VERSIONS_WORTH_COMPILING = 20
@@ -50,22 +50,12 @@ def fastest_first(learner: LearnerConfig, on_gpu: bool, versions: int, blocks: i
     return [learner.model_copy(update={"compile": compiled} | dict(zip(keys, way, strict=True))) for way in found]
 
 
-def choose(
-    model: ModelConfig,
-    ways: Sequence[LearnerConfig],
-    shards: int,
-    memory: int | None,
-    tokens: int,
-    reference: bool = False,
-    sends: int = 0,
-    critic: bool = False,
-) -> int:
-    """Index of the first of `ways` that fits `memory` bytes of a rank (None: on CPU), else the last."""
-    if memory is None:
+def choose(model: ModelConfig, ways: Sequence[LearnerConfig], room: RankRoom) -> int:
+    """Index of the first of `ways` that fits a rank, else the last; on CPU the first."""
+    if room.memory is None:
         return 0
     for index, way in enumerate(ways[:-1]):
-        expected = estimate(model, way, shards, reference, sends, critic)
-        if expected.fit(int(SHARE * memory)) >= wanted_tokens(way, tokens):
+        if room.estimate(model, way).fit(int(SHARE * room.memory)) >= wanted_tokens(way, room.tokens):
             return index
     return len(ways) - 1
 

@@ -24,6 +24,7 @@ from learner.model.memory import (
     GpuTooSmall,
     OutOfMemory,
     PeakCandidate,
+    RankRoom,
     estimate,
     explain_out_of_memory,
     least_microbatch,
@@ -275,7 +276,7 @@ def test_auto_gathers_once_where_it_costs_a_tenth_at_most(tmp_path: Path, caplog
 
     def chosen(memory: int | None, tokens: int = 256, shards: int = 2, **changes) -> str | int:
         learner = LEARNER.model_copy(update={"tokens_per_microbatch": 256} | changes)
-        return choose_gather(model, learner, shards, memory, tokens).gather
+        return choose_gather(model, learner, RankRoom(shards, memory, tokens)).gather
 
     each, once = (estimate(model, learner, 2) for learner in (LEARNER, ONCE))
     more = once.total(256) - each.total(256)
@@ -306,7 +307,7 @@ def test_auto_microbatches_get_a_fifth_smaller_at_most(tmp_path: Path, activatio
             wanted = ["pass", *(way for way, left in zip(ways, budgets, strict=True) if left >= least)][-1]
             lost = 1 - budgets[ways.index(wanted)] / max(1, budgets[0])
             wanted = 0 if isinstance(wanted, int) and 2 * lost > wanted / 12 else wanted
-            assert choose_gather(model, learner, 2, size, sample).gather == wanted, (size, sample, budgets)
+            assert choose_gather(model, learner, RankRoom(2, size, sample)).gather == wanted, (size, sample, budgets)
             seen.add(wanted)
     assert "batch" in seen and len(seen) > 3
 
@@ -320,7 +321,7 @@ def test_auto_does_not_split_a_batch_into_many_more_microbatches(tmp_path: Path)
     full = sizes.fit(int(memory.SHARE * size))
 
     def tokens(share: int | None, single: bool = False) -> int:
-        gather = choose_gather(model, learner, 2, size, 0, share=share, single=single).gather
+        gather = choose_gather(model, learner, RankRoom(2, size, 0), share, single).gather
         return estimate(model, learner.model_copy(update={"gather": gather}), 2).fit(int(memory.SHARE * size))
 
     assert tokens(None) < full and tokens(full, single=True) == full, "one microbatch"

@@ -9,7 +9,7 @@ from transformers import Qwen2Config
 
 from configs.schema import LearnerConfig, ModelConfig
 from learner.model import speed
-from learner.model.memory import GIB, SHARE, estimate
+from learner.model.memory import GIB, SHARE, RankRoom, estimate
 from tests.harness import world
 from tests.learner.model.test_memory import wide_model
 
@@ -76,7 +76,7 @@ def chosen(
     model: ModelConfig, learner: LearnerConfig, memory: int | None, tokens: int = 512, **options: bool
 ) -> str | int:
     ways = speed.fastest_first(learner, True, 1000, BLOCKS)
-    return ways[speed.choose(model, ways, 1, memory, tokens, **options)].activation_checkpointing
+    return ways[speed.choose(model, ways, RankRoom(1, memory, tokens, **options))].activation_checkpointing
 
 
 def test_the_first_way_whose_microbatches_fit_is_taken(tmp_path: Path) -> None:
@@ -95,7 +95,7 @@ def test_the_first_way_whose_microbatches_fit_is_taken(tmp_path: Path) -> None:
     small = AUTO.model_copy(update={"tokens_per_microbatch": 512})
     assert chosen(model, small, room(512)) == "none" and chosen(model, small, room(256)) in range(1, BLOCKS)
     assert chosen(model, AUTO, 1) == "block"
-    assert speed.choose(model, ways, 1, None, 512) == 0
+    assert speed.choose(model, ways, RankRoom(1, None, 512)) == 0
 
 
 def test_each_decision_is_a_line_with_its_reason(caplog) -> None:
@@ -156,7 +156,7 @@ def test_a_small_gpu_gets_small_chunks_of_the_head(tmp_path: Path) -> None:
     Qwen2Config(vocab_size=151936, num_key_value_heads=2, tie_word_embeddings=True, **shape).save_pretrained(tmp_path)
     model, memory = ModelConfig(path=str(tmp_path)), int(14.7 * GIB)
     ways = speed.fastest_first(AUTO, True, 1000, 24)
-    chosen = ways[speed.choose(model, ways, 1, memory, 2048, sends=True)]
+    chosen = ways[speed.choose(model, ways, RankRoom(1, memory, 2048, sends=1))]
     assert (chosen.activation_checkpointing, chosen.head_chunk_tokens) == ("block", 1024)
     assert estimate(model, chosen, 1, sends=True).fit(int(SHARE * memory)) > speed.ENOUGH_TOKENS
     assert estimate(model, ways[-2], 1, sends=True).fit(int(SHARE * memory)) <= 0
